@@ -108,7 +108,7 @@ class Backend(ABC):
         """Let `weight` and `vector` in the block load for `layer`, numbered as in a state: its device holds them."""
         return nullcontext()
 
-    def keeps(self, layer: int | None) -> bool:
+    def has_layer(self, layer: int | None) -> bool:
         """Test whether this process loads the weights of `layer`, or those outside of layers (None)."""
         return True
 

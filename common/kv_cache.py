@@ -148,9 +148,9 @@ def _within_window(s: KVSpec) -> KVSpec:
     return replace(s, key_format=BOUNDARY if bits_of(s.key_format) < WHOLE else s.key_format, packing=rotations)
 
 
-def with_window(s: KVSpec, window: int, keep: int) -> KVSpec:
-    """`s` with the first `keep` tokens and the last `window` alone."""
-    return _within_window(replace(s, window=window, keep=keep))
+def with_window(s: KVSpec, window: int, sinks: int) -> KVSpec:
+    """`s` with the first `sinks` tokens and the last `window` alone."""
+    return _within_window(replace(s, window=window, sinks=sinks))
 
 
 def _either(chosen: Any, default: Any) -> Any:
@@ -174,7 +174,7 @@ def _described_spec(s: KVSpec | LatentSpec) -> str:
         parts.append(f"first {s.packing.first} and latest {s.packing.recent} tokens exact")
         parts.append("keys equalised" if s.packing.calibration else "keys as they are")
     if s.window is not None:
-        parts.append(f"the first {s.keep} and the last {s.window} tokens alone")
+        parts.append(f"the first {s.sinks} and the last {s.window} tokens alone")
     return ", ".join(parts)
 
 

@@ -289,7 +289,7 @@ def product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 def _seen_of(part: Held, step: Step, kv: Any, window: int | None, causal: bool) -> np.ndarray:
     """(T, n) bool: which rows of a part of a cache each row of the step attends to"""
-    seen = seen_rows(step, part.places, window, kv.keep, causal)
+    seen = seen_rows(step, part.places, window, kv.sinks, causal)
     if part.exact is not None:
         exact = exact_rows(step, part.places, kv.spec.packing)
         seen &= exact if part.exact else ~exact

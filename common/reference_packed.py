@@ -54,7 +54,7 @@ class NumpyPacked:
     them. Keys are calibrated along each row's own path, so that rows of a tree agree with their paths read alone.
     """
 
-    keep = 0
+    sinks = 0
 
     def __init__(self, spec: KVSpec):
         self.spec = spec

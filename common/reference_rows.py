@@ -29,7 +29,7 @@ class NumpyRows:
     An array is float32 (n, K, D), or bytes (n, K, bytes of a vector) of the plane's format.
     """
 
-    keep = 0  # first rows that no window hides
+    sinks = 0  # first rows that no window hides
 
     def __init__(self, spec: RowSpec):
         self.spec = spec
@@ -136,12 +136,12 @@ def _grown(rows: np.ndarray, room: int, past: int) -> np.ndarray:
 
 
 class NumpyWindow(NumpyRows):
-    """Rows of the first `keep` committed tokens and of the last `window`, oldest first; the step's rows lie apart."""
+    """Rows of the first `sinks` committed tokens and of the last `window`, oldest first; the step's rows lie apart."""
 
     def __init__(self, spec: RowSpec):
         super().__init__(spec)
         assert spec.window is not None
-        self.window, self.keep = spec.window, spec.keep
+        self.window, self.sinks = spec.window, spec.sinks
         self.rows = self.planes  # the step's
 
     def write(self, *rows: np.ndarray) -> list[np.ndarray]:
@@ -151,18 +151,18 @@ class NumpyWindow(NumpyRows):
         return [decoded(np.concatenate([held, new]), plane) for held, new, plane in parts]
 
     def hold(self, step: Step, *rows: np.ndarray, q: np.ndarray | None = None) -> list[Held]:
-        first = min(self.keep, self.past)
+        first = min(self.sinks, self.past)
         rest = np.arange(self.past - (len(self.planes[0]) - first), self.past)
         return [Held(self.write(*rows), np.concatenate([np.arange(first), rest]))]
 
     def commit(self, path: np.ndarray) -> None:
         if len(path) and not len(self.rows[0]):  # a step may leave a layer's rows unwritten: blanks
             self.rows = [np.zeros((int(path.max()) + 1, *new.shape[1:]), new.dtype) for new in self.rows]
-        leaves = len(self.planes[0]) + len(path) - self.window  # rows before it, but for the first `keep`
+        leaves = len(self.planes[0]) + len(path) - self.window  # rows before it, but for the first `sinks`
         pairs = zip(self.planes, self.rows, strict=True)
         self.planes = [np.concatenate([held, new[path]]) for held, new in pairs]
-        if leaves > self.keep:
-            self.planes = [np.delete(held, slice(self.keep, leaves), axis=0) for held in self.planes]
+        if leaves > self.sinks:
+            self.planes = [np.delete(held, slice(self.sinks, leaves), axis=0) for held in self.planes]
         self.rows = [new[:0] for new in self.rows]
         self.past += len(path)
 

@@ -40,8 +40,8 @@ class Plane:
 class RowSpec:
     """Base of the states with rows per token: keys and values, windows, latent rows."""
 
-    window: int | None = None  # rows that are kept after the first `keep`; None: all
-    keep: int = 0  # first rows of a sequence that are kept for good
+    window: int | None = None  # latest rows that are held beside the first `sinks`; None: all
+    sinks: int = 0  # first rows of a sequence, which stay when rows before the window go
 
     @property
     def kind(self) -> Kind:
@@ -66,7 +66,7 @@ class RowSpec:
 
     def rows(self, tokens: int) -> int:
         """Rows that are held after `tokens` tokens."""
-        return tokens if self.window is None else min(tokens, self.keep + self.window)
+        return tokens if self.window is None else min(tokens, self.sinks + self.window)
 
     def exact_bytes(self, tokens: int, item_bytes: int) -> int:
         """Count the bytes beside the rows: exact copies in the backend's own float type, and calibration statistics."""
@@ -108,14 +108,14 @@ class Packing:
 class KVSpec(RowSpec):
     """Keys and values of one attention layer, each in a format of its own.
 
-    A layer with a `window` sees, and keeps, the first `keep` tokens and the last `window`.
+    A layer with a `window` sees, and holds, the first `sinks` tokens and the last `window`.
     """
 
     kv_heads: int
     key_dim: int
     value_dim: int
     window: int | None = None
-    keep: int = 0
+    sinks: int = 0
     key_format: str = NATIVE
     value_format: str = NATIVE
     packing: Packing = Packing()

@@ -7,11 +7,11 @@ from common.storage import Packing
 
 
 def seen_rows(
-    step: Step, places: np.ndarray, window: int | None = None, keep: int = 0, causal: bool = False
+    step: Step, places: np.ndarray, window: int | None = None, sinks: int = 0, causal: bool = False
 ) -> np.ndarray:
     """(T, n + T) bool: what each row of the step sees of committed rows at `places` (n,), then of the step's rows.
 
-    window  hides positions at or below a row's own minus `window`, but for the first `keep`
+    window  hides positions at or below a row's own minus `window`, but for the first `sinks`
     causal  hides later rows of the step
     """
     T = len(step)
@@ -19,7 +19,7 @@ def seen_rows(
     seen = np.concatenate([np.ones((T, len(places)), bool), own], axis=1)
     if window is not None:
         position = _positions(step, places)
-        seen &= (position > step.positions[:, None] - window) | (position < keep)
+        seen &= (position > step.positions[:, None] - window) | (position < sinks)
     return seen
 
 

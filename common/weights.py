@@ -174,7 +174,7 @@ def make_weights(
             made = SimpleNamespace()
             for name, entry in table.items():
                 with ops.at(layout.layer_of(name, first, out) if layer is None else layer):
-                    setattr(made, name, make(entry) if entry is not None and ops.keeps(layer) else None)
+                    setattr(made, name, make(entry) if entry is not None and ops.has_layer(layer) else None)
                 bar.update()
             return made
 

@@ -16,7 +16,8 @@ Ops
     lazy.py, fuse.py      row-wise ops that wait for their consumer, and which consumers compute them
     rows.py               norms, ropes, gates, sums, `linear`, `embed`
     products.py, gemm.py  products with a quantized matrix; products of many rows by cuBLAS
-    attention.py          attention over cached keys and values
+    attention.py          attention over cached keys and values; decode steps by flash decoding: split.cu computes
+                          pieces of the past, pieces.cu adds them up
     block_sparse.py       attention that leaves out blocks of keys
     latent.py             latent attention
     recurrent.py          convolution and the gated delta rule

@@ -59,7 +59,7 @@ class Pieces(NamedTuple):
     first: int
     tile_bits: int
     window: int
-    keep: int
+    sinks: int
     shares: int
     trunk: int
     turn_back: int = 0
@@ -92,13 +92,13 @@ def attention(
     if window and kv.exact:
         raise BimetalError(f"a window of {window} over a compressed cache that keeps every position is not supported")
     q16 = context.arena.take(T * H * wide * 2)
-    keep = kv.store.window[1]
+    sinks = kv.store.window[1]
     keys, values = kv.keys, kv.values
     if step.prefill and kv.store.is_ring:  # rows of a ring would overwrite one another
         keys, values = unrolled(kv, step, context.arena, context.stream)
     exact = write_rows(context, (q, k, v), kv, step, q16, (keys, values))
     if step.prefill:
-        out = attend_long(context, q16, (keys, values), (T, H, D), step, scale, (window or 0, keep), exact)
+        out = attend_long(context, q16, (keys, values), (T, H, D), step, scale, (window or 0, sinks), exact)
         if kv.store.is_ring:
             rolled(kv, step, (keys, values), context.stream)
         close_exact(context, kv, step, exact)
@@ -107,8 +107,8 @@ def attention(
     name, sizes, shared, (threads, blocks), ctas = pieces_launch(context.card, kv, step, H // K, exact, window or 0)
     shares = max(1, ctas * context.card.sms // (K * blocks))
     if window and step.runs == 1:  # the others would find nothing to do
-        shares = min(shares, (window + keep) // SPLIT_TILE + 4 + T)
-    pieces = new_pieces(context, kv.store, (T, H), values, shares, (window or 0, keep))
+        shares = min(shares, (window + sinks) // SPLIT_TILE + 4 + T)
+    pieces = new_pieces(context, kv.store, (T, H), values, shares, (window or 0, sinks))
     ways = windowed(window or 0), f"ALONE={int(step.runs == 1)}"
     kernel(name, name, (*sizes, *formats, *ways), shared)(
         (blocks, K, shares),  # those that have work first: one to a multiprocessor
@@ -124,7 +124,7 @@ def attention(
             T,
             scale * LOG2_E,
             window or 0,
-            keep,
+            sinks,
             causal,
             pieces.trunk,
             pieces.sums,
@@ -149,11 +149,11 @@ def new_pieces(
 
     seen  as in `attend_long`
     """
-    (T, H), (window, keep), wide, most = shape, seen, values.width, store.most
-    trunk = piece_places(most, SPLIT_TILE, window, keep, shares)
+    (T, H), (window, sinks), wide, most = shape, seen, values.width, store.most
+    trunk = piece_places(most, SPLIT_TILE, window, sinks, shares)
     count = trunk + tail_places(SPLIT_TILE, T)
     sums = sums_memory(context, (count, T, H, wide), most, len(store.lengths))
-    cut = SPLIT_TILE.bit_length() - 1, window, keep, shares, trunk
+    cut = SPLIT_TILE.bit_length() - 1, window, sinks, shares, trunk
     stats = sums + count * T * H * wide * 4
     return Pieces(most, sums, stats, T, H, wide, 0, *cut, turn_back(values))
 
@@ -399,7 +399,7 @@ def combine(
 ) -> None:
     """The pieces added up, D columns of a head."""
     most, sums, stats, T, H, wide, first, *cut, turn_back = pieces
-    runs, blocks = run_count(most, pieces.window, pieces.keep), (H, T, -(-D // 128))
+    runs, blocks = run_count(most, pieces.window, pieces.sinks), (H, T, -(-D // 128))
     # warps of a CTA where all CTAs run at once and the next product begins beside them
     room = 15 * context.card.sms // math.prod(blocks)
     is_one_run = 8 < most >> pieces.tile_bits <= 16  # that two warps read at once, and one warp in two halves

@@ -10,7 +10,7 @@ from cuda_backend.arrays import Array
 from cuda_backend.attention import LOG2_E, Pieces, attend_long, attend_stretch, combine, combined, sums_memory, windowed
 from cuda_backend.caches.formats import turn_back
 from cuda_backend.caches.latent import Latent
-from cuda_backend.caches.planes import TILE, Places, Plane, move, planes_at
+from cuda_backend.caches.planes import TILE, Places, Plane, copy_rows, planes_at
 from cuda_backend.context import Context
 from cuda_backend.fuse import fused
 from cuda_backend.launch import kernel
@@ -184,7 +184,7 @@ def _whole_rows(context: Context, kv: Latent, slot: int, first: int, n: int, roo
         if not own.table:
             return own.at(own.address + first * own.row_bytes)
         dense = own.at(room, Places(n - 1, 1))
-        move((own,), first, (dense,), 0, n, context.stream)
+        copy_rows((own,), first, (dense,), 0, n, context.stream)
         return dense
     rows = Plane(room, 1, 2 * kv.width, kv.width, kv.rows.places)
     jobs = n * -(-kv.rows.width // 128)

@@ -335,12 +335,12 @@ def row_blocks(rows: int, runs: int, group: int, size: int) -> int:
     return (rows * group + min(rows, runs) * (size - 1)) // size
 
 
-def piece_places(most: int, tile: int, window: int, keep: int, shares: int) -> int:
+def piece_places(most: int, tile: int, window: int, sinks: int, shares: int) -> int:
     """Count the places for the sums of pieces of `most` positions, without tails: kernels/flash.cuh Pieces."""
     if window:
-        is_single = (window + keep) // tile + 4 <= min(shares, MOST_SINGLE)
-        size = tile if is_single else window_group(window + keep)
-        return -(-keep // size) + (1 << (window // size + 1).bit_length())
+        is_single = (window + sinks) // tile + 4 <= min(shares, MOST_SINGLE)
+        size = tile if is_single else window_group(window + sinks)
+        return -(-sinks // size) + (1 << (window // size + 1).bit_length())
     return max(group_count(most), shares)
 
 
@@ -375,10 +375,10 @@ def group_count(n: int) -> int:
     return 240 + -(-(n - 131072) // 4096)
 
 
-def run_count(most: int, window: int, keep: int) -> int:
+def run_count(most: int, window: int, sinks: int) -> int:
     """The most runs of eight groups that kernels/pieces.cu finds in `most` positions."""
     groups = group_count(most)
     if window:
-        size = window_group(window + keep)
-        groups = min(-(-most // size), -(-(window + MAX_DECODE_ROWS) // size) + -(-keep // size) + 8)
+        size = window_group(window + sinks)
+        groups = min(-(-most // size), -(-(window + MAX_DECODE_ROWS) // size) + -(-sinks // size) + 8)
     return groups // 8 + 2

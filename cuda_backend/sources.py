@@ -13,7 +13,17 @@ HEADERS = (  # each header, and the kernels that need it, all of them after prel
     ("keys.cuh", ("sample", "draw", "top_k", "entropy")),
     (
         "plane.cuh",
-        ("attention", "choose_blocks", "split", "one_row", "latent", "keep", "heads_to_cache", "to_cache", "calibrate"),
+        (
+            "attention",
+            "choose_blocks",
+            "split",
+            "one_row",
+            "latent",
+            "copy_rows",
+            "heads_to_cache",
+            "to_cache",
+            "calibrate",
+        ),
     ),
     ("exact.cuh", ("attention", "split", "one_row", "latent", "heads_to_cache", "to_cache")),
     ("formats.cuh", ("attention", "split", "one_row", "latent", "heads_to_cache", "to_cache", "pieces")),

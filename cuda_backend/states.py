@@ -114,7 +114,7 @@ class CudaPool:
         shorter = length < self.lengths[slot] or not length
         self.lengths[slot] = length
         if self.pages and shorter:
-            self.pages.keep(slot, length)
+            self.pages.truncate(slot, length)
 
     @property
     def free_tokens(self) -> int | None:

@@ -50,12 +50,12 @@ def run(options: SyntheticWindowBench) -> int:
                 state.restore(read)
                 queued.append(1e3 * _queued_steps(model, state, REPEATS))
         totals = [1e3 * sum(seconds) for seconds in taken]
-        ms, split = statistics.median(totals), [1e3 * statistics.median(part) for part in zip(*taken, strict=True)]
+        ms, parts = statistics.median(totals), [1e3 * statistics.median(part) for part in zip(*taken, strict=True)]
         spread, speed = f"{min(totals):.3f}..{max(totals):.3f}", COMMITTED / ms * 1e3
-        times = " ".join(f"{x:8.3f}" for x in split)
+        times = " ".join(f"{x:8.3f}" for x in parts)
         idle = "-" if ops.waited is None else f"{ms - statistics.median(queued):.3f}"
         print(f"{context:8} {ms:8.3f} {spread:>16} {times} {idle:>8} {speed:8.0f}", flush=True)
-        phases = ", ".join(f"{phase} {x:.3f}" for phase, x in zip(PHASES, split, strict=True))
+        phases = ", ".join(f"{phase} {x:.3f}" for phase, x in zip(PHASES, parts, strict=True))
         rows.append(
             environment(ops.name)
             | {

@@ -25,13 +25,13 @@ class Masks:
         self._made: WeakKeyDictionary[Step, dict[tuple[Any, ...], mx.array]] = WeakKeyDictionary()
 
     def of(
-        self, step: Step, shown: int, past: int, window: int | None = None, causal: bool = False, keep: int = 0
+        self, step: Step, shown: int, past: int, window: int | None = None, causal: bool = False, sinks: int = 0
     ) -> mx.array | str | None:
         """Mask of what the step's rows see of `shown` committed rows and of each other; None where they see everything.
 
-        The committed rows are the first `keep` (all, if fewer) and the last.
+        The committed rows are the first `sinks` (all, if fewer) and the last.
         """
-        T, first = len(step), min(keep, past)
+        T, first = len(step), min(sinks, past)
         if window is None or int(step.positions.max()) < window:
             if T == 1 or (step.parents is None and not causal):
                 return None
@@ -41,10 +41,10 @@ class Masks:
         elif T == 1 and shown - first < window:
             return None
         masks = self._made.setdefault(step, {})
-        key = shown, window, causal, keep
+        key = shown, window, causal, sinks
         if key not in masks:
             places = np.concatenate([np.arange(first), np.arange(past - shown + first, past)])
-            masks[key] = mx.array(seen_rows(step, places, window, keep, causal))
+            masks[key] = mx.array(seen_rows(step, places, window, sinks, causal))
         return masks[key]
 
 
@@ -71,11 +71,11 @@ def attention(
     if kv.spec.is_packed and kv.window is None and kernels:
         return _attend_codes(q, k, v, kv, step, scale)
     past, (keys, values) = kv.past, kv.write(k, v)
-    if window is not None and not kv.keep:  # the first row that any row of the step may see
+    if window is not None and not kv.sinks:  # the first row that any row of the step may see
         first = past + len(step) - keys.shape[2]
         hidden = max(0, min(past, int(step.positions.min()) - window + 1) - first)
         keys, values = keys[:, :, hidden:], values[:, :, hidden:]
-    mask = masks.of(step, keys.shape[2] - len(step), past, window, causal, kv.keep)
+    mask = masks.of(step, keys.shape[2] - len(step), past, window, causal, kv.sinks)
     return _attend(q, keys, values, scale, mask)
 
 
@@ -117,7 +117,7 @@ def _attend_exactly(
     parts, seen = kv.hold(step, k, v, q), []
     for part in parts:
         exact = exact_rows(step, part.places, kv.spec.packing)
-        seen.append(seen_rows(step, part.places, window, kv.keep, causal) & (exact if part.exact else ~exact))
+        seen.append(seen_rows(step, part.places, window, kv.sinks, causal) & (exact if part.exact else ~exact))
     keys, values = (mx.concatenate(list(rows), axis=2) for rows in zip(*(part.rows for part in parts), strict=True))
     return _attend(q, keys, values, scale, mx.array(np.concatenate(seen, axis=1)))
 

@@ -57,7 +57,7 @@ class Calibration(NamedTuple):
 class MlxPacked:
     """`common.reference_packed.NumpyPacked`: what a row reads exactly, and what from codes."""
 
-    keep = 0
+    sinks = 0
 
     def __init__(self, spec: KVSpec, dtype: mx.Dtype):
         self.spec, self.dtype = spec, dtype
@@ -84,7 +84,7 @@ class MlxPacked:
             keys = mx.concatenate([keys[:, :, :past], calibration.undo(keys[:, :, past:])], axis=2)
         codes = [rows[:, :, first:].astype(self.dtype) for rows in (keys, values)]
         exact = self.exact.write(kept, v)
-        early = min(self.exact.keep, past)
+        early = min(self.exact.sinks, past)
         late = np.arange(past - (exact[0].shape[2] - T - early), past)
         places = np.concatenate([np.arange(early), late])
         exact[0] = exact[0][:, : k.shape[1]]
@@ -106,7 +106,7 @@ class MlxPacked:
         self.codes.put(self._encoded(k, v))
         exact = self.exact.write(self._kept(step, k, asked), v)
         exact[0] = exact[0][:, : k.shape[1]]
-        native, early = self.spec.exact.planes, min(self.exact.keep, past)
+        native, early = self.spec.exact.planes, min(self.exact.sinks, past)
         rotated = rotate(query) if planes[0].rotated else query
         return [
             CachePart(rotated, bias, self.codes.buffers, planes, past, past, CODES),

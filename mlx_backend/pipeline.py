@@ -49,7 +49,7 @@ class PipelineOps(GroupOps):
         self.own = share_layers(sizes, self.gather_memory(memory, same))[self.group.rank]
         self.hidden, self.layers = hidden, len(sizes)
 
-    def keeps(self, layer: int | None) -> bool:
+    def has_layer(self, layer: int | None) -> bool:
         return self.group.rank == 0 if layer is None else layer in self.own
 
     def weight_bytes(self, weight: Weight | None) -> int:

@@ -20,15 +20,15 @@ class MlxRows:
 
     In a plane with a format, D counts the bytes of a vector.
     A buffer holds the committed rows at start..end, then the step's rows, then room for more. With a window, start
-    follows the end, and rows before it are dropped when the buffer grows; the first `keep` rows lie apart.
+    follows the end, and rows before it are dropped when the buffer grows; the first `sinks` rows lie apart.
     """
 
     def __init__(self, spec: RowSpec, dtype: mx.Dtype):
         self.spec = spec
         self.coders = [Coder(plane, dtype) for plane in spec.planes]
         self.buffers = [coder.empty() for coder in self.coders]
-        self.window, self.keep = spec.window, spec.keep
-        self.first = [buffer for buffer in self.buffers if self.keep]
+        self.window, self.sinks = spec.window, spec.sinks
+        self.first = [buffer for buffer in self.buffers if self.sinks]
         self.start = self.end = 0
         self.past = 0  # committed rows, dropped ones included
 
@@ -69,8 +69,8 @@ class MlxRows:
             for buffer in self.buffers:
                 buffer[:, :, self.end : end] = buffer[:, :, rows]
         self.end = end
-        early = min(max(0, self.keep - self.past), len(path))
-        if early:  # rows that are kept for good leave the buffer
+        early = min(max(0, self.sinks - self.past), len(path))
+        if early:  # the first rows, which stay, leave the buffer
             at = end - len(path)
             self.first = _joined(self.first, [buffer[:, :, at : at + early] for buffer in self.buffers])
             self.start += early
@@ -114,8 +114,8 @@ class MlxRows:
     def load(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
         saved = [np.concatenate(parts, axis=1) for parts in rows] if self.window is None else point
         held = [from_host(array[None], b.dtype) for array, b in zip(saved, self.buffers, strict=True)]
-        early = min(self.keep, length)
-        self.first = [array[:, :, :early] for array in held if self.keep]
+        early = min(self.sinks, length)
+        self.first = [array[:, :, :early] for array in held if self.sinks]
         self.buffers = [array[:, :, early:] for array in held]  # full, so that the next write copies them
         self.start, self.end, self.past = 0, self.buffers[0].shape[2], length
 
@@ -143,7 +143,7 @@ def _grown(rows: mx.array, room: int) -> mx.array:
 
 
 @cache
-def rows_held(tokens: int, rows: int, window: int | None = None, keep: int = 0) -> int:
+def rows_held(tokens: int, rows: int, window: int | None = None, sinks: int = 0) -> int:
     """Rows of `MlxRows`' buffers after such a reading."""
     start = end = held = 0
     for at in range(0, tokens, rows):
@@ -153,6 +153,6 @@ def rows_held(tokens: int, rows: int, window: int | None = None, keep: int = 0) 
             held = kept + _room(kept, T)
             start, end = 0, kept
         end += T
-        start += min(max(0, keep - at), T)
+        start += min(max(0, sinks - at), T)
         start = start if window is None else max(start, end - window)
     return held

@@ -30,8 +30,8 @@ def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item: int, f
 
 def _outgrown(s: RowSpec, tokens: int, rows: int) -> int:
     """Rows of the buffer that the last step replaces by a larger one, or 0; a layer's old buffer lives until then."""
-    before = rows_held(tokens - ((tokens - 1) % rows + 1), rows, s.window, s.keep)
-    return before if before != rows_held(tokens, rows, s.window, s.keep) else 0
+    before = rows_held(tokens - ((tokens - 1) % rows + 1), rows, s.window, s.sinks)
+    return before if before != rows_held(tokens, rows, s.window, s.sinks) else 0
 
 
 def _seen(s: RowSpec, tokens: int, rows: int) -> int:

@@ -119,8 +119,8 @@ def state_bytes(spec: Sequence[LayerSpec], tokens: int, rows: int, item: int) ->
     total = 0
     for s in all_specs(spec):
         if isinstance(s, RowSpec):
-            apart = min(tokens, s.keep)  # rows that are kept for good
-            total += (rows_held(tokens, rows, s.window, s.keep) + apart) * s.row_bytes(item)
+            apart = min(tokens, s.sinks)  # rows that stay when rows before the window go
+            total += (rows_held(tokens, rows, s.window, s.sinks) + apart) * s.row_bytes(item)
             if isinstance(s, KVSpec) and s.packing.keeps_exact:
                 beside = state_bytes([{"exact": s.exact}], tokens, rows, item)
                 total += beside + s.exact_bytes(tokens, item) - s.exact.bytes(tokens, item)  # and the calibration

@@ -230,8 +230,8 @@ def check_mtp(checkpoint: Checkpoint) -> None:
 
 def _attention_weights(c: Config, at: Names) -> Table:
     H, R, N, P, V = c.heads, c.latent, c.nope_dim, c.rope_dim, c.value_dim
-    split = np.arange(P).reshape(-1, 2).T.ravel()  # pairs (0, 1), (2, 3), ... to (j, j + P/2)
-    q_rows = np.arange(H * (N + P)).reshape(H, N + P)[:, np.r_[:N, N + split]].ravel()
+    half_split = np.arange(P).reshape(-1, 2).T.ravel()  # pairs (0, 1), (2, 3), ... to (j, j + P/2)
+    q_rows = np.arange(H * (N + P)).reshape(H, N + P)[:, np.r_[:N, N + half_split]].ravel()
     if at.has("self_attn.kv_b_proj.weight") or at.has("attn_kv_b.weight"):
         fused = partial(at, "self_attn.kv_b_proj.weight", "attn_kv_b.weight")
         heads = by_rows(c.ranks.of(H * (N + V)))
@@ -246,7 +246,7 @@ def _attention_weights(c: Config, at: Names) -> Table:
         "self_attn.kv_a_proj_with_mqa.weight",
         "attn_kv_a_mqa.weight",
         (R + P, c.hidden),
-        _always(rows(np.r_[:R, R + split])),
+        _always(rows(np.r_[:R, R + half_split])),
     )
     q_up = at(
         "self_attn.q_b_proj.weight",

@@ -11,7 +11,7 @@ from common.ops import Array, Ops
 from common.step import Pool, State, Step
 from common.storage import Kind, LatentSpec, LayerSpec
 
-KEEP = 4  # first tokens that a bounded cache keeps: attention rests on them (Xiao et al., arXiv 2309.17453)
+SINKS = 4  # first tokens that a bounded cache keeps: attention rests on them (Xiao et al., arXiv 2309.17453)
 
 
 class Windowed:
@@ -41,7 +41,7 @@ class Windowed:
 
 
 class Bounded(Windowed):
-    """The ops of a backend, whose full layers keep the first KEEP rows of a sequence and the last `window`."""
+    """The ops of a backend, whose full layers keep the first SINKS rows of a sequence and the last `window`."""
 
     def _window_of(self, window: int | None) -> int:
         return window or self._window
@@ -56,7 +56,7 @@ class Bounded(Windowed):
         return [{name: self._bounded(s) for name, s in layer.items()} for layer in spec]
 
     def _bounded(self, s: Any) -> Any:
-        return with_window(s, self._window, KEEP) if s.kind is Kind.APPENDS else s
+        return with_window(s, self._window, SINKS) if s.kind is Kind.APPENDS else s
 
 
 def windowed(model: Model, window: int) -> Model:
@@ -65,11 +65,11 @@ def windowed(model: Model, window: int) -> Model:
 
 
 def bounded(model: Model, size: int) -> Model:
-    """`model` whose full layers hold keys and values of at most `size` tokens, the first KEEP among them."""
-    return _with_ops(model, Bounded, "max_kv_size", size, 2 * KEEP, KEEP)
+    """`model` whose full layers hold keys and values of at most `size` tokens, the first SINKS among them."""
+    return _with_ops(model, Bounded, "max_kv_size", size, 2 * SINKS, SINKS)
 
 
-def _with_ops(model: Model, wrapper: type[Windowed], name: str, value: int, least: int, keep: int) -> Model:
+def _with_ops(model: Model, wrapper: type[Windowed], name: str, value: int, least: int, sinks: int) -> Model:
     if value < least:
         raise UsageError(f"{name} is {value}; it must be at least {least}")
     if not isinstance(model, Model):
@@ -77,5 +77,5 @@ def _with_ops(model: Model, wrapper: type[Windowed], name: str, value: int, leas
     spec = model.definition.state_spec(model.config)
     if any(isinstance(s, LatentSpec) for layer in spec for s in layer.values()):
         raise UsageError(f"{name}: the latent attention of {model.architecture} has no window")
-    ops: Any = wrapper(model.ops, value - keep)
+    ops: Any = wrapper(model.ops, value - sinks)
     return replace(model, ops=ops)

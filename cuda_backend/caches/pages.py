@@ -75,7 +75,7 @@ class Pages:
             for page in taken:
                 cupy.cuda.runtime.memsetAsync(address + page * block, 0, block, self.stream.ptr)
 
-    def keep(self, slot: int, positions: int) -> None:
+    def truncate(self, slot: int, positions: int) -> None:
         """Free the pages of a slot after so many positions; what was launched on the stream may still read them."""
         kept = min(self.held[slot], -(-positions // PAGE))
         self.free += self._numbers[slot, kept : self.held[slot]].tolist()
@@ -84,7 +84,7 @@ class Pages:
     def reclaim(self) -> None:
         """Free the pages of slots whose sequences are gone."""
         for slot in tuple(self.vacant):
-            self.keep(slot, 0)
+            self.truncate(slot, 0)
 
     @property
     def block(self) -> int:

@@ -158,29 +158,29 @@ def check_capacity(capacity: int) -> None:
         raise BimetalError(f"a context of {capacity} tokens is more than the CUDA kernels take, about a million")
 
 
-def keep_path(planes: Planes, past: int, path: np.ndarray, stream: Stream) -> None:
+def move_path(planes: Planes, past: int, path: np.ndarray, stream: Stream) -> None:
     """Move rows past + path[j] of every plane to past + j, in place."""
     rows, n = np.ascontiguousarray(path, np.int32), len(path)
     device = Memory(rows.nbytes, stream)
     cupy.cuda.runtime.memcpyAsync(device.address, rows.ctypes.data, rows.nbytes, 1, stream.ptr)
     if np.all(np.diff(rows) > 0):
-        move(planes, past, planes, past, n, stream, device.address)
+        copy_rows(planes, past, planes, past, n, stream, device.address)
     else:  # a source may be overwritten before it is read
         dense = planes_at(0, planes, Places(n, 1))
         aside = Memory(planes_bytes(dense), stream)
         dense = planes_at(aside.address, planes, Places(n, 1))
-        move(planes, past, dense, 0, n, stream, device.address)
-        move(dense, 0, planes, past, n, stream)
+        copy_rows(planes, past, dense, 0, n, stream, device.address)
+        copy_rows(dense, 0, planes, past, n, stream)
 
 
-def move(source: Planes, first: int, to: Planes, to_first: int, n: int, stream: Stream, path: int = 0) -> None:
+def copy_rows(source: Planes, first: int, to: Planes, to_first: int, n: int, stream: Stream, path: int = 0) -> None:
     """Copy n rows of every head from `source` to `to`: position first + path[j] (or first + j) to to_first + j.
 
     path  address of n int32 on the device
     """
     unit = next(u for u in (16, 8, 4, 2) if all(plane.row_bytes % u == 0 for plane in source))
     heads = [plane.heads for plane in source]
-    kernel("keep", "keep", (f"UNIT={unit}",))(
+    kernel("copy_rows", "copy_rows", (f"UNIT={unit}",))(
         (sum(heads), 1 if source == to else min(n, 64)),
         (max(plane.row_bytes for plane in source) // unit,),
         (
@@ -232,7 +232,7 @@ def read_rows(planes: Planes, stretches: Sequence[tuple[int, int]], stream: Stre
     aside = Memory(planes_bytes(dense), stream)
     for first, last in stretches:
         if last > first:
-            move(planes, first, planes_at(aside.address, dense), at, last - first, stream)
+            copy_rows(planes, first, planes_at(aside.address, dense), at, last - first, stream)
         at += last - first
     flat = stream.copies.copy(aside)
     ends = np.cumsum([plane.nbytes for plane in dense])[:-1]
@@ -249,4 +249,4 @@ def write_rows(planes: Planes, first: int, rows: Sequence[np.ndarray], stream: S
     dense = planes_at(aside.address, dense)
     for plane, array in zip(dense, rows, strict=True):
         copy_in(plane.address, np.ascontiguousarray(array), stream)
-    move(dense, 0, planes, first, n, stream)
+    copy_rows(dense, 0, planes, first, n, stream)

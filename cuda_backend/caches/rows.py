@@ -8,7 +8,7 @@ from common.step import Parts, Shape
 from cuda_backend.caches.pages import Pages
 from cuda_backend.caches.planes import (
     Planes,
-    keep_path,
+    move_path,
     of_slot,
     planes_bytes,
     read_rows,
@@ -37,7 +37,7 @@ class RowStore:
 
     def commit(self, slot: int, path: np.ndarray) -> None:
         if path.tolist() != list(range(len(path))):  # else its rows lie where they belong
-            keep_path(of_slot(self.planes, slot), self.lengths[slot], path, self.stream)
+            move_path(of_slot(self.planes, slot), self.lengths[slot], path, self.stream)
 
     def snapshot(self, slot: int) -> Any:
         return None

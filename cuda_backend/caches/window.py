@@ -19,7 +19,7 @@ from cuda_backend.caches.planes import (
     Planes,
     all_places,
     copy,
-    move,
+    copy_rows,
     of_slot,
     planes_at,
     planes_bytes,
@@ -42,7 +42,7 @@ class WindowStore(KVStore):
 
     def __init__(self, spec: KVSpec, layers: int, capacity: int, lengths: list[int], stream: Stream):
         super().__init__(spec, layers, capacity, lengths, stream)
-        self.window, self.is_ring = (spec.window or 0, spec.keep), self.places.capacity < self.most
+        self.window, self.is_ring = (spec.window or 0, spec.sinks), self.places.capacity < self.most
         self.slot_bytes = planes_bytes(self.planes)
         self.after = zeros(self.slot_bytes, stream) if self.is_ring else None
         self.step_rows = [0] * len(lengths)  # of each slot, of a prefill step that left `after`
@@ -117,8 +117,8 @@ class WindowStore(KVStore):
 
     def _seen(self, past: int) -> list[tuple[int, int]]:
         """The stretches of positions that later rows may see."""
-        window, keep = self.window
-        early = min(keep, past)
+        window, sinks = self.window
+        early = min(sinks, past)
         return [(0, early), (max(early, past - window), past)]
 
     @property
@@ -129,7 +129,7 @@ class WindowStore(KVStore):
 def window_places(spec: KVSpec, capacity: int) -> Places:
     """Return the places of the sinks and a ring with room for a decode step, or of all positions if these are fewer."""
     assert spec.window is not None
-    fixed, ring = -(-spec.keep // TILE) * TILE, -(-(spec.window + MAX_DECODE_ROWS) // TILE) * TILE
+    fixed, ring = -(-spec.sinks // TILE) * TILE, -(-(spec.window + MAX_DECODE_ROWS) // TILE) * TILE
     return Places(fixed, ring) if fixed + ring < rows_held(capacity) else all_places(capacity)
 
 
@@ -141,22 +141,22 @@ def window_bytes(spec: KVSpec, slots: int, capacity: int) -> int:
 
 def unrolled(kv: KV, step: DeviceStep, arena: Arena, stream: Stream) -> Planes:
     """A copy of a ring with room for the rows of a prefill step."""
-    past, (window, keep) = step.past, kv.store.window
+    past, (window, sinks) = step.past, kv.store.window
     ring = of_slot((kv.keys, kv.values), step.slot)
     places = Places(kv.keys.places.fixed, -(-(step.T + window + TILE) // TILE) * TILE)
     size = planes_bytes(planes_at(0, ring, places))
     room = planes_at(arena.take(size), ring, places)
     cupy.cuda.runtime.memsetAsync(room[0].address, 0, size, stream.ptr)
-    for first, end in ((0, min(keep, past)), (max(0, past - window), past)):
+    for first, end in ((0, min(sinks, past)), (max(0, past - window), past)):
         if first < end:
-            move(ring, first, room, first, end - first, stream)
+            copy_rows(ring, first, room, first, end - first, stream)
     return room
 
 
 def rolled(kv: KV, step: DeviceStep, room: Planes, stream: Stream) -> None:
     """Copy the ring as it becomes once the step's rows, which `room` holds, are committed."""
-    window, keep = kv.store.window
+    window, sinks = kv.store.window
     end = step.past + step.T
-    for first, last in ((0, min(keep, end)), (max(0, end - window), end)):
+    for first, last in ((0, min(sinks, end)), (max(0, end - window), end)):
         if first < last:
-            move(room, first, kv.after, first, last - first, stream)
+            copy_rows(room, first, kv.after, first, last - first, stream)

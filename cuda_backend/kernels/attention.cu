@@ -229,13 +229,13 @@ __device__ __forceinline__ void load_queries(u16* qs, const u16* q, int first_ro
 
 extern "C" __global__ void __launch_bounds__(128 AND_BLOCKS)
 whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* step,
-      const int* positions, int T, float scale, int window, int keep, float* out, Exact exact, const u32* sight, int words) {
+      const int* positions, int T, float scale, int window, int sinks, float* out, Exact exact, const u32* sight, int words) {
     begin();
     extern __shared__ __align__(16) u16 shared[];
     u16 *qs = shared, *ks = qs + 64 * STRIDE, *vs = ONE_TILE ? ks : ks + TILE * STRIDE;
     Run run = step->run[0];  // a long step has one sequence
     run.first = 0;           // known here, for registers
-    const Mask mask(step, run, run.first, positions, window, keep, 0);
+    const Mask mask(step, run, run.first, positions, window, sinks, 0);
     const int group = H / K, rows = T * group, head = blockIdx.y, lane = threadIdx.x % 32;
     const int first_row = (gridDim.x - 1 - blockIdx.x) * 64;  // the longest first
     const int last = min(first_row + 63, rows - 1) / group;
@@ -253,7 +253,7 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
         shifts[threadIdx.x] = exact.shift[(s64)(r / group) * H + head * group + r % group];
     }
     const int stop = mask.past + last + 1, oldest = max(0, mask.past + first_row / group - exact.recent + 1) / TILE * TILE;
-    const int sinks = min(stop, (exact.first + TILE - 1) / TILE * TILE);
+    const int first_exact = min(stop, (exact.first + TILE - 1) / TILE * TILE);
     __syncthreads();
     attend<KEYS, VALUES, true>(o, m, l, qs, ks, vs, keys, values, exact.first / TILE * TILE, stop - exact.recent, mask, first_row,
                                group, rows, scale, exact, shifts, 0);
@@ -263,14 +263,14 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
 #pragma unroll 1
     for (int turn = 0; turn < 2; turn++) {
         __syncthreads();
-        attend<F16, F16, false>(o, m, l, qs, ks, vs, keys, values, turn ? max(sinks, oldest) : 0, turn ? stop : sinks, mask, first_row,
+        attend<F16, F16, false>(o, m, l, qs, ks, vs, keys, values, turn ? max(first_exact, oldest) : 0, turn ? stop : first_exact, mask, first_row,
                                 group, rows, scale, exact, shifts, 0);
     }
 #else
 #if SPARSE
     sight += ((s64)head * ((T + SPARSE - 1) / SPARSE) + first_row / group / SPARSE) * words;
 #endif
-    const int begin = max(0, mask.low(first_row / group)) / TILE * TILE, kept = min(begin, window ? (keep + 63) / 64 * 64 : 0);
+    const int begin = max(0, mask.low(first_row / group)) / TILE * TILE, kept = min(begin, window ? (sinks + 63) / 64 * 64 : 0);
 #pragma unroll 1
     for (int turn = kept ? 0 : 1; turn < 2; turn++) {
         __syncthreads();

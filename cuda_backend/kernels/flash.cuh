@@ -66,7 +66,7 @@ __device__ __forceinline__ int piece_turns(int pieces) { return 1 << 32 - __clz(
 // What split.cu computes apart of what the rows of a step see, in the order of positions, and where its sums lie
 // (cuda_backend/layout.py piece_places). Tiles of committed positions alone are cut into groups, or into tiles where there
 // are `shares` enough; the tiles after them, which hold rows of the step, are pieces each. Of a window the pieces from
-// `low` on and up to `keep` are seen; their sums lie in turn in the same places, and groups have 128, 256 or 4096
+// `low` on and up to `sinks` are seen; their sums lie in turn in the same places, and groups have 128, 256 or 4096
 // positions wherever it is.
 struct Pieces {
     bool single;
@@ -77,16 +77,16 @@ struct Pieces {
 #else
     static constexpr int group_bits = 0, kept = 0, first = 0, turns = 0;
 #endif
-    __device__ void cut(int tile_bits, int past, int rows, int window, int keep, int low, int shares, int trunk_places) {
+    __device__ void cut(int tile_bits, int past, int rows, int window, int sinks, int low, int shares, int trunk_places) {
         bits = tile_bits, tail = past >> bits << bits, tails = (past + rows - tail + (1 << bits) - 1) >> bits;
         trunk = trunk_places;
 #if WINDOWED
-        group_bits = window + keep <= 4096 ? 7 : window + keep <= 65536 ? 8 : 12;
+        group_bits = window + sinks <= 4096 ? 7 : window + sinks <= 65536 ? 8 : 12;
 #endif
-        single = ((even ? window + keep : past) >> bits) + 4 <= shares;
+        single = ((even ? window + sinks : past) >> bits) + 4 <= shares;
         const int n = tail ? of(tail - 1) + 1 : 0;
 #if WINDOWED
-        kept = keep ? min(n, of(keep - 1) + 1) : 0;
+        kept = sinks ? min(n, of(sinks - 1) + 1) : 0;
         first = max(kept, low > 0 ? min(n, of(low)) : 0);
         turns = piece_turns(window >> (single ? bits : group_bits));
 #endif
@@ -167,10 +167,10 @@ __device__ __forceinline__ Part part_of(const StepState* step, int group, int si
 struct Mask {
     const u32 (*sight)[ROW_WORDS];
     const int* positions;
-    int window, keep, causal, past, rows, kind;
+    int window, sinks, causal, past, rows, kind;
     // first  run.first, or 0 where that is known, so that positions are read without a wait for it
     __device__ Mask(const StepState* s, const Run& run, int first, const int* p, int w, int k, int c, int first_t = 0, int n = 1 << 30)
-        : sight(s->seen + first), positions(p + first + first_t), window(w), keep(k), causal(c), past(run.past + first_t),
+        : sight(s->seen + first), positions(p + first + first_t), window(w), sinks(k), causal(c), past(run.past + first_t),
           rows(min(run.rows - first_t, n)), kind(run.kind) {}
     // The first position that row t may see, but for those that are kept.
     __device__ int low(int t) const { return window ? positions[t] - window + 1 : 0; }
@@ -190,5 +190,5 @@ struct Mask {
     }
     // The last one, of a chain, whose row j lies at past + j, or of a block.
     __device__ int high(int t) const { return past + (kind == 2 && !causal ? rows - 1 : t); }
-    __device__ bool visible(int t, int at) const { return at <= high(t) && (at >= low(t) || at < keep); }
+    __device__ bool visible(int t, int at) const { return at <= high(t) && (at >= low(t) || at < sinks); }
 };

@@ -168,9 +168,9 @@ __device__ __forceinline__ void multiply_exact(float (&s)[2][4], const u16* rows
 
 extern "C" __global__ void __launch_bounds__(CTA, CTAS)
 one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepState* step, const int* positions, int T, float scale, int window,
-        int keep, int causal, int trunk, float* sums, float2* stats, Exact exact) {
+        int sinks, int causal, int trunk, float* sums, float2* stats, Exact exact) {
     release_next();
-    if (!WINDOWED) window = keep = 0;
+    if (!WINDOWED) window = sinks = 0;
     extern __shared__ __align__(16) u8 stages[];
     u16 *tile16 = (u16*)(stages + BUFFERS * STAGE), *ps = tile16 + EXACT * TILE * STRIDE;  // ps: probabilities of a head at each position
     __shared__ Pieces pieces;
@@ -182,7 +182,7 @@ one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepStat
     if (own.run < 0) return;
     const Run& run = step->run[own.run];
     const int past = run.past, slot = run.slot, row = ALONE ? 0 : run.first, low = window ? positions[row] - window + 1 : 0;
-    if (threadIdx.x == 0) pieces.cut(6, past, 1, window, keep, low, min((int)gridDim.z, MOST_SINGLE), trunk);
+    if (threadIdx.x == 0) pieces.cut(6, past, 1, window, sinks, low, min((int)gridDim.z, MOST_SINGLE), trunk);
     const HeadRows of_keys = rows_of(keys, slot, head, KEY_BYTES), of_values = rows_of(values, slot, head, VALUE_BYTES);
     __syncthreads();
     const int items = pieces.count + pieces.tails;
@@ -299,7 +299,7 @@ one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepStat
             for (int n = 0; n < 2; n++) {
                 float& x = s[0][e + 2 * n];
                 const int position = at + mine + n * second;
-                bool see = position <= past && (!WINDOWED || position >= low || position < keep);
+                bool see = position <= past && (!WINDOWED || position >= low || position < sinks);
 #if EXACT
                 see &= (u32)(position - exact.first) < (u32)coded != exactly;
 #endif

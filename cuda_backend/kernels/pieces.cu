@@ -44,19 +44,19 @@ __device__ __forceinline__ float4 times(float4 a, float b) { return make_float4(
 
 extern "C" __global__ void __launch_bounds__(BOUND)
 combine(const float* sums, const float2* stats, int H, int D, int DIM, const StepState* step, const int* positions, int T,
-        int first_t, int tile_bits, int window, int keep, int shares, int trunk, int op, In gate, Out out) {
+        int first_t, int tile_bits, int window, int sinks, int shares, int trunk, int op, In gate, Out out) {
     release_next();
-    if (!WINDOWED) window = keep = 0;
+    if (!WINDOWED) window = sinks = 0;
     extern __shared__ __align__(16) float4 parts[];  // of each run: [32], after all of them (power, sum)
     __shared__ float4 gates[32];
     const int head = blockIdx.x, t = first_t + blockIdx.y, column = blockIdx.z * 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int mine = column + lane * 4, teams = blockDim.x / 32 / WARPS;
     const Run& run_of_row = run_at(step, blockIdx.y);
     const int own_t = blockIdx.y - run_of_row.first;  // in its run
-    const Mask mask(step, run_of_row, run_of_row.first, positions, window, keep, 0, first_t, T);
+    const Mask mask(step, run_of_row, run_of_row.first, positions, window, sinks, 0, first_t, T);
     Pieces pieces;
     const int rows = run_of_row.branches ? mask.seen(own_t) : mask.rows;  // tiles after what a tree's row sees do not exist
-    pieces.cut(tile_bits, mask.past, rows, window, keep, window ? positions[t] - window + 1 : 0, min(shares, MOST_SINGLE), trunk);
+    pieces.cut(tile_bits, mask.past, rows, window, sinks, window ? positions[t] - window + 1 : 0, min(shares, MOST_SINGLE), trunk);
     const int kept = pieces.kept ? pieces.group(pieces.kept - 1) / RUN + 1 : 0;  // runs; after them follow those from `next` on
     const int next = max(kept, pieces.group(pieces.kept) / RUN), runs = kept + pieces.group(pieces.count + pieces.tails - 1) / RUN + 1 - next;
     float2* tops = (float2*)(parts + runs * 32);

@@ -1,4 +1,4 @@
-// split: grouped-query attention of the rows of a decoding or verifying step, piece by piece of what they see
+// split: grouped-query attention of the rows of a decoding or verifying step, piece by piece of what they see (flash decoding)
 // Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
 // In        q [T][H][D] float16 and keys and values [K][place][D] float16, the step's rows already there
 //           (to_cache.cu, heads_to_cache.cu)
@@ -95,9 +95,9 @@ __device__ __forceinline__ void copy_tile(u16* tile, const Plane& plane, int slo
 
 extern "C" __global__ void __launch_bounds__(CTA, AT_ONCE)
 split(const u16* q, Plane keys, Plane values, int H, int group, const StepState* step,
-      const int* positions, int T, float scale, int window, int keep, int causal, int trunk, float* sums, float2* stats, Exact exact) {
+      const int* positions, int T, float scale, int window, int sinks, int causal, int trunk, float* sums, float2* stats, Exact exact) {
     release_next();
-    if (!WINDOWED) window = keep = 0;
+    if (!WINDOWED) window = sinks = 0;
     extern __shared__ __align__(16) u16 shared[];
     __shared__ Pieces pieces;
     __shared__ int2 coming[4];  // tiles requested: where each begins, + 1 if sums are written after it, + 2 exact rows, + 4 joins what was written, and the place of its piece
@@ -122,13 +122,13 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                                 : part_of(step, group, ROWS, window, blockIdx.z, gridDim.z);
         if (part.run >= 0) {
             const Run& run = step->run[ALONE ? 0 : part.run];
-            const Mask mask(step, run, ALONE ? 0 : run.first, positions, window, keep, causal);
+            const Mask mask(step, run, ALONE ? 0 : run.first, positions, window, sinks, causal);
             for (int i = lane; EXACT && i < mask.rows; i += 32) offsets[i] = positions[run.first + i] - mask.past;
             const int lowest = mask.lowest();
             if (lane == 0) {
                 const bool branches = run.branches;
                 planes[0] = rows_of(keys, run.slot, head, KEY_BYTES), planes[1] = rows_of(values, run.slot, head, VALUE_BYTES);
-                pieces.cut(6, mask.past, mask.rows, window, keep, lowest, min((int)gridDim.z, MOST_SINGLE), trunk);
+                pieces.cut(6, mask.past, mask.rows, window, sinks, lowest, min((int)gridDim.z, MOST_SINGLE), trunk);
                 items = part.block * ROWS >= mask.rows * group ? 0 : branches ? pieces.count : pieces.count + pieces.tails;
                 jobs = branches ? mask.rows * pieces.tails * parts : 0;
                 ctas = part.shares * part.blocks, first_job = ctas - 1 - (part.share * part.blocks + part.block), past = mask.past;
@@ -144,7 +144,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
 #pragma unroll 1
     for (int job = -1; job < jobs; job = job < 0 ? first_job : job + ctas) {
         const Run& run = step->run[ALONE ? 0 : own.run];
-        const Mask mask(step, run, ALONE ? 0 : run.first, positions, window, keep, causal);  // read again, for registers
+        const Mask mask(step, run, ALONE ? 0 : run.first, positions, window, sinks, causal);  // read again, for registers
         const int row_of_tree = job < 0 ? 0 : job / parts / pieces.tails, part = job < 0 ? 0 : job % parts;
         const int first_row = job < 0 ? own.block * ROWS : row_of_tree * group + part * ROWS;
         const int rows = min(ROWS, job < 0 ? mask.rows * group - first_row : group - part * ROWS);
@@ -328,7 +328,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                             const int own = position - mask.past, p = job < 0 && own >= 0 ? mask.past + offsets[min(own, MAX_DECODE_ROWS)] : position;
                             const bool see = position <= span.y && (u32)(p - exact.first) < (u32)span.x != is_exact();
 #else
-                            const bool see = all || (position <= span.y && (position >= span.x || position < keep));
+                            const bool see = all || (position <= span.y && (position >= span.x || position < sinks));
 #endif
                             x = see ? (x + s[1][n][2 * half + e]) * scale : MINUS_INFINITY;
                             most = fmaxf(most, x);

@@ -13,7 +13,7 @@ from common.decode.alone import run_alone
 from common.decode.run import DecoderRun
 from common.decoders import Speculation, WedlmOptions
 from common.models import load_model
-from common.models.window import KEEP, bounded
+from common.models.window import SINKS, bounded
 from common.reference import NumpyOps
 from common.sampling import Sampler, Sampling
 from common.step import Step
@@ -152,7 +152,7 @@ def test_filled_positions_after_a_mask_are_not_committed(model):
 
 
 @pytest.mark.parametrize(("window", "tau", "penalty"), [(6, 4.3, 0.05), (4, 0.0, 0.02), (5, 100.0, 0.0)])
-@pytest.mark.parametrize("limit", [None, 6 + KEEP])
+@pytest.mark.parametrize("limit", [None, 6 + SINKS])
 def test_tokens_are_a_simulators_without_a_cache(limit, window, tau, penalty, model):
     """The procedure in its natural order, over forwards of the whole text from an empty state; a bounded cache too."""
     model = model if limit is None else bounded(model, limit)

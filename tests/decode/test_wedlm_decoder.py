@@ -19,7 +19,7 @@ from common.decoders import Speculation, WedlmOptions
 from common.errors import BimetalError, UsageError
 from common.kv_cache import with_window
 from common.models import load_model
-from common.models.window import KEEP, bounded, windowed
+from common.models.window import SINKS, bounded, windowed
 from common.quants import dequantize
 from common.reference import NumpyOps
 from common.sampling import Ahead, Sampler, Sampling, argmax_entropy
@@ -157,11 +157,11 @@ def test_bounded_attention_is_the_simulators(limit, window, tau, penalty, model,
 
     Rows are evicted by committed tokens alone: masks hide none of them.
     """
-    made = windowed(model, 6) if limit == "attention_window" else bounded(model, 6 + KEEP)
-    keep = 0 if limit == "attention_window" else KEEP
+    made = windowed(model, 6) if limit == "attention_window" else bounded(model, 6 + SINKS)
+    sinks = 0 if limit == "attention_window" else SINKS
 
     def limited(tokens, positions, visible):
-        near = (positions > positions[:, None] - 6) | (positions < keep)
+        near = (positions > positions[:, None] - 6) | (positions < sinks)
         return network(tokens, positions, visible & near)
 
     for prompt in (PROMPT, PROMPT[::-1], [1]):

@@ -100,7 +100,7 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     plain += [("exchange", (f"RANKS={n}",)) for n in (2, 8)]
     terms = (2, 1, 8, ("ONLY=1",)), (2, 1, 9, ("ONLY=8",)), (8, 1, 40, ())
     plain += [("exchange_norm", (f"RANKS={n}", f"PARTIALS={s}", f"OTHERS={m}", *form)) for n, s, m, form in terms]
-    plain += [("keep", (f"UNIT={unit}",)) for unit in (2, 4, 8, 16)]
+    plain += [("copy_rows", (f"UNIT={unit}",)) for unit in (2, 4, 8, 16)]
     sums = (1, 0, 8), (1, 9, 1), (1, 40, 0), (18, 18, 8), (40, 40, 1), (64, 64, 8)
     plain += [("light", (f"PARTIALS={n}", f"OTHERS={m}", f"ONLY={form}")) for n, m, form in sums]
     forms = itertools.product((1, 2), ((0, 0), (1, 0), (1, 1)), ((), ("ONLY=1",), ("ONLY=8",)))
@@ -386,16 +386,16 @@ def test_too_little_shared_memory():
 
 
 def test_rows_of_a_step():
-    assert f"#define MAX_DECODE_ROWS {MAX_DECODE_ROWS} " in source("keep")
+    assert f"#define MAX_DECODE_ROWS {MAX_DECODE_ROWS} " in source("copy_rows")
 
 
 def test_run_count():
     """One run for every eight groups, wherever a window lies among them."""
     for most in (64, 1024, 4160, 40000, 300000):
         assert run_count(most, 0, 0) * 8 >= group_count(most)
-        for window, keep in ((512, 0), (512, 200), (4096, 64), (60000, 0)):
-            size = 128 if window + keep <= 4096 else 256
+        for window, sinks in ((512, 0), (512, 200), (4096, 64), (60000, 0)):
+            size = 128 if window + sinks <= 4096 else 256
             for past in range(0, most, max(1, most // 50)):
-                low = max(keep, past - window + 1)
-                seen = {i // size // 8 for i in (*range(min(keep, past)), *range(low, past + MAX_DECODE_ROWS))}
-                assert run_count(most, window, keep) >= min(len(seen), -(-most // size // 8))
+                low = max(sinks, past - window + 1)
+                seen = {i // size // 8 for i in (*range(min(sinks, past)), *range(low, past + MAX_DECODE_ROWS))}
+                assert run_count(most, window, sinks) >= min(len(seen), -(-most // size // 8))

@@ -41,9 +41,9 @@ def ops():
     return CudaOps()
 
 
-def spec_of(K, D, keys, values, window=None, keep=0):
+def spec_of(K, D, keys, values, window=None, sinks=0):
     turn = Packing(rotate_keys=keys not in (NATIVE, "q8_0"), rotate_values=values in ("lm2", "lm3", "lm4", "tq3_0"))
-    return KVSpec(K, D, D, window, keep, keys, values, turn)
+    return KVSpec(K, D, D, window, sinks, keys, values, turn)
 
 
 @pytest.mark.parametrize("T", [1, 3, 140])

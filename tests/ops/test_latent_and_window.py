@@ -139,10 +139,10 @@ def test_window_drops_what_is_never_seen(ops, history, window):
 
 
 @quick
-@given(history=st.lists(moves, min_size=2, max_size=9), window=st.sampled_from([1, 2, 6]), keep=st.integers(1, 9))
-def test_first_rows_are_kept(ops, history, window, keep):
+@given(history=st.lists(moves, min_size=2, max_size=9), window=st.sampled_from([1, 2, 6]), sinks=st.integers(1, 9))
+def test_first_rows_are_kept(ops, history, window, sinks):
     """Equal scores, and values that name their position: a row's output shows which positions it saw."""
-    state, saved, held = ops.new_state([{"kv": KVSpec(1, 4, 64, window, keep)}], 1000), [], 0
+    state, saved, held = ops.new_state([{"kv": KVSpec(1, 4, 64, window, sinks)}], 1000), [], 0
     names = np.eye(64)
     for move, *rest in (*history, ("read", 2)):
         length = state.length
@@ -157,7 +157,7 @@ def test_first_rows_are_kept(ops, history, window, keep):
             out = ops.read(ops.attention(q, k, v, state[0].kv, step, 1.0, window))[:, 0]
             for t, position in enumerate(step.positions):
                 line = [*range(length), *step.positions[ancestors(step, t)]]
-                seen = [p for p in line if p < keep or p > position - window]
+                seen = [p for p in line if p < sinks or p > position - window]
                 np.testing.assert_allclose(out[t], names[seen].mean(axis=0), atol=TOLERANCE)
             state.commit(path_to(step, min(rest[1], T - 1)) if move == "tree" else range(T))
         elif move == "snapshot":
@@ -167,7 +167,7 @@ def test_first_rows_are_kept(ops, history, window, keep):
             state.restore(snapshot)
             saved = [(kept, s) for kept, s in saved if kept <= back]
         held = max(held, state.nbytes)
-    assert held <= (keep + 2 * window + 20 + 256 + 20) * 68 * 4
+    assert held <= (sinks + 2 * window + 20 + 256 + 20) * 68 * 4
 
 
 @pytest.mark.parametrize("window", [1, 5, 64])

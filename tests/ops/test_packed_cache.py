@@ -141,7 +141,7 @@ def test_snapshots_and_what_was_not_committed(ops, pair, past):
 def test_windows_over_three_wraps(ops, pair):
     """A cache of the first rows and the last ones attends as a cache of all does, under the same window."""
     few = with_window(spec_of(pair), 8, 4)
-    every = replace(few, window=None, keep=0)
+    every = replace(few, window=None, sinks=0)
     states = [new(ops, spec) for spec in (few, every)]
     tokens = np.arange(12)
     one, other = (read(ops, state, tokens, [5, 1], window=8) for state in states)

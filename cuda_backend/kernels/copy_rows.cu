@@ -1,6 +1,6 @@
-// keep: copies rows of all heads of one or two planes: position first + path[j] (without a path first + j) of the source to
+// copy_rows: copies rows of all heads of one or two planes: position first + path[j] (without a path first + j) of the source to
 // position to_first + j of the target
-// Launcher  cuda_backend/caches/planes.py move
+// Launcher  cuda_backend/caches/planes.py copy_rows
 // Build     UNIT: bytes that divide every row, 2, 4, 8 or 16
 // Work      a CTA per head, those of keys first, then those of values. A thread moves one unit of every row, so that source and
 //           target may be the same if the path ascends
@@ -16,8 +16,8 @@ typedef u32 Unit;
 typedef u16 Unit;
 #endif
 
-extern "C" __global__ void keep(Plane keys, Plane values, int slot, int first, Plane to_keys, Plane to_values, int to_slot,
-                                int to_first, int key_heads, const int* path, int n) {
+extern "C" __global__ void copy_rows(Plane keys, Plane values, int slot, int first, Plane to_keys, Plane to_values, int to_slot,
+                                     int to_first, int key_heads, const int* path, int n) {
     const bool is_key = (int)blockIdx.x < key_heads;
     const int head = is_key ? blockIdx.x : blockIdx.x - key_heads;
     const int row = is_key ? keys.row : values.row, i = threadIdx.x * UNIT;
