@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from common.models import Model
-from common.ops import Array, DeltaWeights, Ops
+from common.ops import Array, DeltaInputs, DeltaWeights, GateWeights, Ops
 from common.step import PAST, State, Step
 
 
@@ -122,37 +122,16 @@ class Joined:
         return self._each(step, lambda i, at, part: self._ops.parent_rows(x[at], last[i], part))
 
     def gated_delta(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        a: Array,
-        b: Array,
-        decay: Array,
-        dt_bias: Array,
-        delta: Any,
-        step: JoinedStep,
+        self, q: Array, k: Array, v: Array, a: Array, b: Array, w: GateWeights, delta: Any, step: JoinedStep
     ) -> Array:
         rule = self._ops.gated_delta
-        return self._each(
-            step,
-            lambda i, at, part: rule(q[at], k[at], v[at], a[at], b[at], decay, dt_bias, delta[i], part),
-        )
+        return self._each(step, lambda i, at, part: rule(q[at], k[at], v[at], a[at], b[at], w, delta[i], part))
 
     def delta_mixer(
-        self,
-        qkv: Array,
-        z: Array,
-        a: Array,
-        b: Array,
-        w: DeltaWeights,
-        key_heads: int,
-        conv: Any,
-        delta: Any,
-        step: JoinedStep,
+        self, x: DeltaInputs, w: DeltaWeights, key_heads: int, conv: Any, delta: Any, step: JoinedStep
     ) -> Array:
         ops: Any = self
-        return Ops.delta_mixer(ops, qkv, z, a, b, w, key_heads, conv, delta, step)
+        return Ops.delta_mixer(ops, x, w, key_heads, conv, delta, step)
 
 
 def joined(model: Model) -> Model:

@@ -53,19 +53,46 @@ class ExpertWeights(NamedTuple):
     bias: Array | None = None
 
 
+class LatentWeights(NamedTuple):
+    """The matrices of latent attention that expand latents: k_up (H, R, N) to keys, v_up (H, V, R) to values."""
+
+    k_up: Weight
+    v_up: Weight
+
+
+class GateWeights(NamedTuple):
+    """The vectors of the delta rule's gates, (Hv,) each: decay = -exp(A_log), and dt_bias, which is added to a."""
+
+    decay: Array
+    dt_bias: Array
+
+
 class DeltaWeights(NamedTuple):
     """The vectors of a gated DeltaNet layer: of its convolution, its rule and its norm.
 
-    taps            (C, n), as in `short_conv`
-    decay, dt_bias  (Hv,), as in `gated_delta`
-    norm            (Dv,), of the gated norm, with eps
+    taps   (C, n), as in `short_conv`
+    gates  as in `gated_delta`
+    norm   (Dv,), of the gated norm, with eps
     """
 
     taps: Array
-    decay: Array
-    dt_bias: Array
+    gates: GateWeights
     norm: Array
     eps: float
+
+
+class DeltaInputs(NamedTuple):
+    """The projected rows of a gated DeltaNet layer.
+
+    qkv   (T, 2 Hk Dk + Hv Dv), before the convolution
+    z     (T, Hv, Dv), the gate after the norm
+    a, b  (T, Hv), as in `gated_delta`
+    """
+
+    qkv: Array
+    z: Array
+    a: Array
+    b: Array
 
 
 class Ops(Backend):
@@ -150,15 +177,14 @@ class Ops(Backend):
         q_rope: Array,
         latent: Array,
         k_rope: Array,
-        k_up: Weight,
-        v_up: Weight,
+        w: LatentWeights,
         kv: Any,
         step: Step,
         scale: float,
     ) -> Array:
         """Multi-head latent attention as trained: a head's key is k_up.T latent || k_rope, its value v_up latent.
 
-        q_nope (T, H, N), q_rope (T, H, P), latent (T, R), k_rope (T, P), k_up (H, R, N), v_up (H, V, R) -> (T, H, V).
+        q_nope (T, H, N), q_rope (T, H, P), latent (T, R), k_rope (T, P) -> (T, H, V).
         The state is that of `latent_attention`; keys and values are temporary.
         """
 
@@ -186,12 +212,12 @@ class Ops(Backend):
 
     @abstractmethod
     def gated_delta(
-        self, q: Array, k: Array, v: Array, a: Array, b: Array, decay: Array, dt_bias: Array, delta: Any, step: Step
+        self, q: Array, k: Array, v: Array, a: Array, b: Array, w: GateWeights, delta: Any, step: Step
     ) -> Array:
         """Gated DeltaNet recurrence along each row's ancestors (Yang et al., arXiv 2412.06464), in float32.
 
-        q, k (T, Hk, Dk) before L2 normalization; v (T, Hv, Dv); a, b (T, Hv); decay = -exp(A_log) and dt_bias (Hv,)
-        -> (T, Hv, Dv). Value head h uses key head h % Hk.
+        q, k (T, Hk, Dk) before L2 normalization; v (T, Hv, Dv); a, b (T, Hv) -> (T, Hv, Dv).
+        Value head h uses key head h % Hk.
         """
 
     # -- experts ---------------------------------------------------------------------------------------------------
@@ -299,27 +325,16 @@ class Ops(Backend):
         chosen = self.route_softmax(logits, top_k) if softmax else self.route_sigmoid(logits, w.bias, top_k, scale)
         return self.add(self.moe(x, w.gate_up, w.down, *chosen), y)
 
-    def delta_mixer(
-        self,
-        qkv: Array,
-        z: Array,
-        a: Array,
-        b: Array,
-        w: DeltaWeights,
-        key_heads: int,
-        conv: Any,
-        delta: Any,
-        step: Step,
-    ) -> Array:
-        """Apply convolution, gated delta rule and gated norm: qkv (T, 2 Hk Dk + Hv Dv), z (T, Hv, Dv) -> (T, Hv, Dv)
+    def delta_mixer(self, x: DeltaInputs, w: DeltaWeights, key_heads: int, conv: Any, delta: Any, step: Step) -> Array:
+        """Apply convolution, gated delta rule and gated norm to the rows x -> (T, Hv, Dv)
 
         The states are written at the latest when an op takes the result.
         """
-        T, Hv, Dv = z.shape
-        keys = (qkv.shape[1] - Hv * Dv) // 2
-        qkv = self.short_conv(qkv, w.taps, conv, step)
+        T, Hv, Dv = x.z.shape
+        keys = (x.qkv.shape[1] - Hv * Dv) // 2
+        qkv = self.short_conv(x.qkv, w.taps, conv, step)
         q = qkv[:, :keys].reshape(T, key_heads, -1)
         k = qkv[:, keys : 2 * keys].reshape(T, key_heads, -1)
         v = qkv[:, 2 * keys :].reshape(T, Hv, Dv)
-        o = self.gated_delta(q, k, v, a, b, w.decay, w.dt_bias, delta, step)
-        return self.gated_rms_norm(o, w.norm, z, w.eps)
+        o = self.gated_delta(q, k, v, x.a, x.b, w.gates, delta, step)
+        return self.gated_rms_norm(o, w.norm, x.z, w.eps)

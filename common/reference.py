@@ -16,7 +16,7 @@ from common.errors import NotFiniteError
 from common.expert_forms import ExpertForm, Streamed
 from common.host import available_bytes, peak_resident_bytes
 from common.kv_cache import ALL_PAIRS
-from common.ops import L2_EPS, Ops, Rope
+from common.ops import L2_EPS, GateWeights, LatentWeights, Ops, Rope
 from common.quants import dequantize
 from common.reference_experts import NumpySlots
 from common.reference_packed import NumpyPacked
@@ -179,8 +179,7 @@ class NumpyOps(Ops):
         q_rope: Array,
         latent: Array,
         k_rope: Array,
-        k_up: Weight,
-        v_up: Weight,
+        w: LatentWeights,
         kv: Any,
         step: Step,
         scale: float,
@@ -188,10 +187,10 @@ class NumpyOps(Ops):
         step.the_slot()
         R = latent.shape[1]
         rows = _latent_rows(kv, latent, k_rope)[:, 0]
-        k_nope = np.einsum("nr,hrc->nhc", rows[:, :R], k_up, optimize=True)
+        k_nope = np.einsum("nr,hrc->nhc", rows[:, :R], w.k_up, optimize=True)
         k_rope = np.broadcast_to(rows[:, None, R:], (*k_nope.shape[:2], k_rope.shape[1]))
         q, keys = np.concatenate([q_nope, q_rope], axis=-1), np.concatenate([k_nope, k_rope], axis=-1)
-        values = np.einsum("nr,hvr->nhv", rows[:, :R], v_up, optimize=True)
+        values = np.einsum("nr,hvr->nhv", rows[:, :R], w.v_up, optimize=True)
         return _attend(q, keys, values, seen_rows(step, np.arange(len(rows) - len(step))), scale)
 
     def short_conv(self, x: Array, taps: Array, conv: Any, step: Step) -> Array:
@@ -220,13 +219,13 @@ class NumpyOps(Ops):
         return out
 
     def gated_delta(
-        self, q: Array, k: Array, v: Array, a: Array, b: Array, decay: Array, dt_bias: Array, delta: Any, step: Step
+        self, q: Array, k: Array, v: Array, a: Array, b: Array, w: GateWeights, delta: Any, step: Step
     ) -> Array:
         step.the_slot()
         repeats = v.shape[1] // k.shape[1]
         q = np.tile(_l2_normalized(q) * np.float32(q.shape[-1] ** -0.5), (1, repeats, 1))
         k = np.tile(_l2_normalized(k), (1, repeats, 1))
-        delta.rows = k, np.array(v), np.exp(decay * softplus(a + dt_bias)), sigmoid(b)
+        delta.rows = k, np.array(v), np.exp(w.decay * softplus(a + w.dt_bias)), sigmoid(b)
         out = np.empty_like(v)
         after: dict[int, np.ndarray] = {PAST: delta.matrix}
         for t, parent in enumerate(step.order().tolist()):

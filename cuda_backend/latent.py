@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import cupy
 
+from common.ops import LatentWeights
 from common.step import MAX_DECODE_ROWS
 from cuda_backend import gemm
 from cuda_backend.arrays import Array
@@ -28,7 +29,6 @@ from cuda_backend.mixture import head_linear
 from cuda_backend.replay import DeviceStep
 from cuda_backend.rows import before_rope
 from cuda_backend.views import out_of, view
-from cuda_backend.weights import Weight
 
 
 def latent_attention(
@@ -81,8 +81,7 @@ def expanded_attention(
     q_rope: Array,
     latent: Array,
     k_rope: Array,
-    k_up: Weight,
-    v_up: Weight,
+    w: LatentWeights,
     kv: Latent,
     step: Any,
     scale: float,
@@ -90,9 +89,9 @@ def expanded_attention(
     T, H, N = q_nope.shape
     step = context.step_of(step, kv.store)
     if not step.prefill:  # one form for few rows, so that their number does not choose another
-        o = latent_attention(context, head_linear(context, q_nope, k_up), q_rope, latent, k_rope, kv, step, scale)
-        return head_linear(context, o, v_up)
-    P, V = q_rope.shape[2], v_up.rows
+        o = latent_attention(context, head_linear(context, q_nope, w.k_up), q_rope, latent, k_rope, kv, step, scale)
+        return head_linear(context, o, w.v_up)
+    P, V = q_rope.shape[2], w.v_up.rows
     n, wide, arena = step.past + T, padded(max(N + P, V)), context.arena
     q16 = arena.take(T * H * wide * 2)
     _gather(context, (q_nope, q_rope), (latent, k_rope), kv, step, Queries(q16, N, wide))
@@ -102,14 +101,14 @@ def expanded_attention(
     keys, values = planes_at(arena.take(size), (heads, heads))
     cupy.cuda.runtime.memsetAsync(keys.address, 0, size, context.stream.ptr)
     room = arena.take(2 * most * kv.width) if kv.apart or kv.rows.table else 0
-    ups = gemm.head_matrices(k_up, arena, context.stream), gemm.head_matrices(v_up, arena, context.stream)
+    k_up, v_up = (gemm.head_matrices(up, arena, context.stream) for up in w)
     out = Array((T, H, V), arena.take(T * H * V * 4))
     held = arena.take(T * H * 32) if n > most else 0
     for first in range(0, n, most):
         count = min(most, n - first)
         rows = _whole_rows(context, kv, step.slot, first, count, room)
-        gemm.expand_heads(k_up, ups[0], False, rows, count, keys, context.stream)
-        gemm.expand_heads(v_up, ups[1], True, rows, count, values, context.stream)
+        gemm.expand_heads(w.k_up, k_up, False, rows, count, keys, context.stream)
+        gemm.expand_heads(w.v_up, v_up, True, rows, count, values, context.stream)
         kernel("latent", "spread", _latent(context, kv))(
             (-(-count * (wide - N) // 256), H),
             (256,),

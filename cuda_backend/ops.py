@@ -15,7 +15,7 @@ from common.backend import LayerSize
 from common.errors import NotFiniteError
 from common.hot_experts import HotExperts
 from common.ops import Array as AnyArray
-from common.ops import DeltaWeights, ExpertWeights, Ops
+from common.ops import DeltaInputs, DeltaWeights, ExpertWeights, Ops
 from common.quants import dequantize
 from common.sampling import Sampler, Samplers
 from common.step import MAX_DECODE_ROWS, State, Step
@@ -223,21 +223,10 @@ class CudaOps(Ops):
     route_sigmoid = of_context(mixture.route_sigmoid)
     moe = of_context(mixture.moe)
 
-    def delta_mixer(
-        self,
-        qkv: Array,
-        z: Array,
-        a: Array,
-        b: Array,
-        w: DeltaWeights,
-        key_heads: int,
-        conv: Any,
-        delta: Any,
-        step: Any,
-    ) -> Array:
+    def delta_mixer(self, x: DeltaInputs, w: DeltaWeights, key_heads: int, conv: Any, delta: Any, step: Any) -> Array:
         if not recurrent.mixes(conv):
-            return super().delta_mixer(qkv, z, a, b, w, key_heads, conv, delta, step)
-        return recurrent.delta_mixer(self.context, qkv, z, a, b, w, conv, delta, step, is_part=self.ranks.size > 1)
+            return super().delta_mixer(x, w, key_heads, conv, delta, step)
+        return recurrent.delta_mixer(self.context, x, w, conv, delta, step, is_part=self.ranks.size > 1)
 
     def moe_ffn(self, x: Array, w: ExpertWeights, top_k: int, scale: float = 1.0) -> Array:
         if not x.shape[0]:  # a piece of a prompt whose logits nobody reads: `linear` launches nothing either

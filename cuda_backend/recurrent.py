@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.ops import DeltaWeights
+from common.ops import DeltaInputs, DeltaWeights, GateWeights
 from common.step import MAX_DECODE_ROWS, Step
 from cuda_backend import rows
 from cuda_backend.arrays import Array
@@ -81,8 +81,7 @@ def gated_delta(
     v: Array,
     a: Array,
     b: Array,
-    decay: Array,
-    dt_bias: Array,
+    w: GateWeights,
     delta: Delta,
     step: Any,
 ) -> Array:
@@ -90,7 +89,7 @@ def gated_delta(
     out = Array((T, Hv, Dv), context.arena.take(T * Hv * Dv * 4))
     step = context.step_of(step, delta.store, recurrent=True)
     inputs = tuple(view(x) for x in (*(_float4_rows(context, rows.summed(context, x)) for x in (q, k, v)), a, b))
-    rule = Rule(delta, inputs, (decay.address, dt_bias.address), step.address, T, step.runs)
+    rule = Rule(delta, inputs, (w.decay.address, w.dt_bias.address), step.address, T, step.runs)
     _delta(context, rule, out_of(Target(dense=out.address), Hv * Dv))
     return out
 
@@ -102,10 +101,7 @@ def mixes(conv: Conv) -> bool:
 
 def delta_mixer(
     context: Context,
-    qkv: Array,
-    z: Array,
-    a: Array,
-    b: Array,
+    x: DeltaInputs,
     w: DeltaWeights,
     conv: Conv,
     delta: Delta,
@@ -116,21 +112,21 @@ def delta_mixer(
 
     is_part  other GPUs have the other heads, so that few CTAs run the recurrence of these: `_is_narrow`
     """
-    T, Hv, Dv = z.shape
+    T, Hv, Dv = x.z.shape
     step = context.step_of(step, delta.store, recurrent=True)
-    inputs = view(_float4_rows(context, qkv)), NOTHING, NOTHING, view(a), view(b)
+    inputs = view(_float4_rows(context, x.qkv)), NOTHING, NOTHING, view(x.a), view(x.b)
     taps = Taps(conv, w.taps.address)
     narrow = is_part and not step.one_row_each and _is_narrow(context, delta, T, step.runs)
-    wide, decay = 32 if narrow else 64, (w.decay.address, w.dt_bias.address)
+    wide, decay = 32 if narrow else 64, (w.gates.decay.address, w.gates.dt_bias.address)
     rule = Rule(delta, inputs, decay, step.address, T, step.runs, taps, wide, step.one_row_each)
     one_launch = context.card.capability >= 90 and delta.spec.key_dim <= 128  # of more rows than one of each sequence
-    joins = (one_launch or step.one_row_each) and Dv == 128 and float4_aligned(z, flat=False)
+    joins = (one_launch or step.one_row_each) and Dv == 128 and float4_aligned(x.z, flat=False)
     if narrow or not joins:
         o = Array((T, Hv, Dv), context.arena.take(T * Hv * Dv * 4))
         _delta(context, rule, out_of(Target(dense=o.address), Hv * Dv))
-        return rows.gated_rms_norm(context, o, w.norm, z, w.eps)
-    mixer = Mixer(rule, GatedNorm(view(z), w.norm.address, w.eps))
-    lazy = Lazy(context, MIXER, T, Hv * Dv, (qkv, z, a, b), mixer)
+        return rows.gated_rms_norm(context, o, w.norm, x.z, w.eps)
+    mixer = Mixer(rule, GatedNorm(view(x.z), w.norm.address, w.eps))
+    lazy = Lazy(context, MIXER, T, Hv * Dv, x, mixer)
     if context.replay.active:
         return Array((T, Hv, Dv), lazy=lazy)
     return Array((T, Hv, Dv), lazy.as_dense())  # a commit may come before the result is read

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from common.ops import Weight
+from common.ops import LatentWeights
 from common.step import Step
 from common.storage import Packing
 from common.visible import exact_rows, seen_rows
@@ -157,7 +157,7 @@ def expanded_attention(
     masks: Masks,
     query: tuple[mx.array, mx.array],
     rows: tuple[mx.array, mx.array],
-    up: tuple[Weight, Weight],
+    w: LatentWeights,
     kv: MlxRows,
     step: Step,
     scale: float,
@@ -166,11 +166,10 @@ def expanded_attention(
 
     query  (T, H, N), and roped (T, H, P)
     rows   latents (T, R) and roped keys (T, P) of the step
-    up     matrices of heads, from latents to keys and to values
     """
     past, R = kv.past, rows[0].shape[1]
     held = _latent_rows(kv, *rows)
-    k_nope, values = by_head(held[..., :R], up[0], transpose=False), by_head(held[..., :R], up[1])
+    k_nope, values = by_head(held[..., :R], w.k_up, transpose=False), by_head(held[..., :R], w.v_up)
     roped = mx.broadcast_to(held[..., R:], (*k_nope.shape[:3], rows[1].shape[1]))
     keys = mx.concatenate([k_nope, roped], axis=-1)
     mask = masks.of(step, keys.shape[2] - len(step), past)

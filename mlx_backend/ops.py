@@ -16,7 +16,7 @@ from common.errors import BimetalError, NotFiniteError
 from common.expert_forms import ExpertForm, Streamed
 from common.host import available_bytes, peak_resident_bytes
 from common.kv_cache import ALL_PAIRS
-from common.ops import L2_EPS, Ops, Rope
+from common.ops import L2_EPS, GateWeights, LatentWeights, Ops, Rope
 from common.quants import dequantize
 from common.sampling import NOT_A_TOKEN, Sampler, Samplers
 from common.step import State, Step
@@ -204,15 +204,13 @@ class MlxOps(Ops):
         q_rope: Array,
         latent: Array,
         k_rope: Array,
-        k_up: Weight,
-        v_up: Weight,
+        w: LatentWeights,
         kv: MlxRows,
         step: Step,
         scale: float,
     ) -> Array:
         step.the_slot()
-        query, rows, up = (q_nope, q_rope), (latent, k_rope), (k_up, v_up)
-        return attending.expanded_attention(self._masks, query, rows, up, kv, step, scale)
+        return attending.expanded_attention(self._masks, (q_nope, q_rope), (latent, k_rope), w, kv, step, scale)
 
     def short_conv(self, x: Array, taps: Array, conv: Any, step: Step) -> Array:
         step.the_slot()
@@ -228,16 +226,7 @@ class MlxOps(Ops):
         return recurrent.block_conv(x, own, base)
 
     def gated_delta(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        a: Array,
-        b: Array,
-        decay: Array,
-        dt_bias: Array,
-        delta: MlxDelta,
-        step: Step,
+        self, q: Array, k: Array, v: Array, a: Array, b: Array, w: GateWeights, delta: MlxDelta, step: Step
     ) -> Array:
         step.the_slot()
         D = k.shape[-1]
@@ -246,7 +235,7 @@ class MlxOps(Ops):
         k = mx.fast.rms_norm(k, self._constant(D, D**-0.5), L2_EPS / D)
         if not on_metal():
             q, k = (mx.tile(x, (1, v.shape[1] // x.shape[1], 1)) for x in (q, k))
-        delta.rows = k, v, elementwise.log_decay(a, dt_bias, decay), mx.sigmoid(b.astype(mx.float32))
+        delta.rows = k, v, elementwise.log_decay(a, w.dt_bias, w.decay), mx.sigmoid(b.astype(mx.float32))
         out, delta.after = recurrent.gated_delta(q, delta.rows, delta.matrix, step)
         return out
 

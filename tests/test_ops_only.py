@@ -47,6 +47,8 @@ class OpaqueWeight:
 
 
 def shown(x):
+    if isinstance(x, tuple) and hasattr(x, "_fields"):  # weights that belong together
+        return type(x)(*map(shown, x))
     return x._hidden if isinstance(x, Opaque | OpaqueWeight) else x
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from test_arrows import PACKAGES, ROOT, circles, imports, is_within
 
-MOST_PARAMETERS = 9  # beside self, cls, and the context by which a function of the CUDA backend is a method of its ops
-RECEIVERS = ("self", "cls", "context")
+MOST_PARAMETERS = 9  # beside self and cls
+RECEIVERS = ("self", "cls")
 
 
 def modules(package: str) -> dict[str, Path]:
@@ -47,7 +47,8 @@ def test_functions_have_few_parameters() -> None:
         ("def f(self, a, b, c, d, e, f, g, h, i): pass", 0),
         ("class A:\n    async def f(cls, a, b, c, /, d, e, *f, g, h, i, **j): pass", 1),
         ("def f():\n    return lambda a, b, c, d, e, f, g, h, i, j: 0", 1),
-        ("def f(*context): pass", 0),
+        ("def f(context, a, b, c, d, e, f, g, h, i): pass", 1),
+        ("def f(*args): pass", 0),
     ],
 )
 def test_functions_with_many_parameters_are_found(source: str, count: int) -> None:

@@ -28,7 +28,7 @@ from common.models.blocks import (
     sigmoid_moe_weights,
     swiglu_ffn,
 )
-from common.ops import Array, Ops, Rope
+from common.ops import Array, LatentWeights, Ops, Rope
 from common.quants import dequantize
 from common.shards import ONE, Ranks, by_columns, by_rows
 from common.step import MAX_DECODE_ROWS, State, Step
@@ -362,7 +362,7 @@ def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, expand: bool,
     k_rope = ops.rope(down[:, c.q_latent + R :].reshape(T, 1, P), step.positions, c.rope).reshape(T, P)
     scale = (N + P) ** -0.5
     if expand:
-        o = ops.expanded_attention(q_nope, q_rope, latent, k_rope, w.k_up, w.v_up, state, step, scale)
+        o = ops.expanded_attention(q_nope, q_rope, latent, k_rope, LatentWeights(w.k_up, w.v_up), state, step, scale)
     else:
         o = ops.latent_attention(ops.head_linear(q_nope, w.k_up), q_rope, latent, k_rope, state, step, scale)
         o = ops.head_linear(o, w.v_up)

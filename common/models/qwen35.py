@@ -22,7 +22,7 @@ from common.models.blocks import (
 from common.models.qwen35_config import Config
 from common.models.qwen35_config import for_rank as for_rank
 from common.models.qwen35_config import read_config as read_config
-from common.ops import Array, DeltaWeights, ExpertWeights, Ops
+from common.ops import Array, DeltaInputs, DeltaWeights, ExpertWeights, GateWeights, Ops
 from common.shards import Segment, Shard, by_columns, by_expert_rows, by_rows
 from common.step import State, Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LayerSpec
@@ -314,8 +314,8 @@ def gated_deltanet(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array
     channels = 2 * c.key_heads * c.key_dim + values
     qkv, z = y[:, :channels], y[:, channels : channels + values].reshape(T, Hv, Dv)
     b, a = y[:, channels + values : channels + values + Hv], y[:, channels + values + Hv :]
-    weights = DeltaWeights(w.taps, w.decay, w.dt_bias, w.delta_norm, c.eps)
-    o = ops.delta_mixer(qkv, z, a, b, weights, c.key_heads, state.conv, state.delta, step)
+    weights = DeltaWeights(w.taps, GateWeights(w.decay, w.dt_bias), w.delta_norm, c.eps)
+    o = ops.delta_mixer(DeltaInputs(qkv, z, a, b), weights, c.key_heads, state.conv, state.delta, step)
     return ops.linear(o.reshape(T, values), w.out)
 
 

@@ -282,9 +282,9 @@ class Int8Numpy(NumpyOps):
         rows = quantized_rows(x.reshape(-1, x.shape[-1])).reshape(x.shape) if isinstance(w, Quantized) else x
         return super().head_linear(rows, np.asarray(w))
 
-    def expanded_attention(self, q_nope, q_rope, latent, k_rope, k_up, v_up, kv, step, scale):
-        o = self.latent_attention(self.head_linear(q_nope, k_up), q_rope, latent, k_rope, kv, step, scale)
-        return self.head_linear(o, v_up)
+    def expanded_attention(self, q_nope, q_rope, latent, k_rope, w, kv, step, scale):
+        o = self.latent_attention(self.head_linear(q_nope, w.k_up), q_rope, latent, k_rope, kv, step, scale)
+        return self.head_linear(o, w.v_up)
 
     def moe(self, x, gate_up, down, ids, weights):
         out = np.zeros_like(x)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from common.ops import Array, DeltaWeights, Ops, Rope
+from common.ops import Array, DeltaInputs, DeltaWeights, GateWeights, LatentWeights, Ops, Rope
 from common.step import Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec
 from common.tensors import Tensor
@@ -268,8 +268,8 @@ def latent_cases() -> Iterator[Case]:
     def expanded(i: Inputs, kv: Any, step: Step) -> Array:
         T = len(step)
         q, q_rope, rows, k_rope = i.rows(T, H, N), i.rows(T, H, P), i.rows(T, R), i.rows(T, P)
-        k_up, v_up = i.weight(H, R, N), i.weight(H, V, R)
-        return i.ops.expanded_attention(q, q_rope, rows, k_rope, k_up, v_up, kv, step, scale=0.05)
+        ups = LatentWeights(i.weight(H, R, N), i.weight(H, V, R))
+        return i.ops.expanded_attention(q, q_rope, rows, k_rope, ups, kv, step, scale=0.05)
 
     for past in (0, 256):
         for kind in ("chain", "tree", "block"):
@@ -295,7 +295,7 @@ def recurrent_cases() -> Iterator[Case]:
             q, k, v = i.rows(T, Hk, Dk), i.rows(T, Hk, Dk), i.rows(T, Hv, Dv)
             a, b = i.rows(T, Hv), i.rows(T, Hv)
             decay = i.ops.vector(dense("decay", -np.exp(i.draw(Hv))))
-            return i.ops.gated_delta(q, k, v, a, b, decay, i.vector(Hv), state, step)
+            return i.ops.gated_delta(q, k, v, a, b, GateWeights(decay, i.vector(Hv)), state, step)
 
         return call
 
@@ -306,8 +306,8 @@ def recurrent_cases() -> Iterator[Case]:
             qkv, z = y[:, :C], y[:, C : C + V].reshape(len(step), Hv, Dv)
             a, b = y[:, C + V : C + V + Hv], y[:, C + V + Hv :]
             decay = i.ops.vector(dense("decay", -np.exp(i.draw(Hv))))
-            weights = DeltaWeights(i.vector(C, taps), decay, i.vector(Hv), i.vector(Dv), 1e-6)
-            return i.ops.delta_mixer(qkv, z, a, b, weights, Hk, state.conv, state.delta, step)
+            weights = DeltaWeights(i.vector(C, taps), GateWeights(decay, i.vector(Hv)), i.vector(Dv), 1e-6)
+            return i.ops.delta_mixer(DeltaInputs(qkv, z, a, b), weights, Hk, state.conv, state.delta, step)
 
         return call
 

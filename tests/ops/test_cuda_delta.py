@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.errors import BimetalError
-from common.ops import DeltaWeights
+from common.ops import DeltaInputs, DeltaWeights, GateWeights
 from common.shards import Ranks
 from common.step import MAX_DECODE_ROWS, PAST, Step
 from common.storage import ConvSpec, DeltaSpec
@@ -53,7 +53,8 @@ def mixer_on(ops: CudaOps, T: int, D: int = 128, slots: int = 0):
         qkv, z = some[:, :C], some[:, C : C + V].reshape(n, Hv, D)
         a, b = some[:, C + V : C + V + Hv], some[:, C + V + Hv :]
         conv, delta = pool[0].conv, pool[0].delta
-        return ops.read(ops.delta_mixer(qkv, z, a, b, DeltaWeights(w, decay, bias, norm, 1e-6), Hk, conv, delta, step))
+        weights = DeltaWeights(w, GateWeights(decay, bias), norm, 1e-6)
+        return ops.read(ops.delta_mixer(DeltaInputs(qkv, z, a, b), weights, Hk, conv, delta, step))
 
     return states if slots else states[0], run
 

@@ -9,7 +9,7 @@ from common.errors import BimetalError, UsageError
 from common.hadamard import rotate
 from common.kv_cache import CacheOptions, check_pairs, packed
 from common.kv_formats import FORMATS
-from common.ops import Rope
+from common.ops import LatentWeights, Rope
 from common.reference import NumpyOps
 from common.step import PAST, Step
 from common.storage import NATIVE, KVSpec, LatentSpec, Packing
@@ -182,8 +182,8 @@ class Latents:
         if isinstance(ops, CudaOps):
             ops.context.arena.reset()
         arrays = [array(ops, x) for x in rows]
-        ups = [ops.weight(dense("up", w)) for w in (self.k_up, self.v_up)]
-        return np.array(ops.read(ops.expanded_attention(*arrays, *ups, state[0].kv, step, 0.1)))
+        ups = LatentWeights(*(ops.weight(dense("up", w)) for w in (self.k_up, self.v_up)))
+        return np.array(ops.read(ops.expanded_attention(*arrays, ups, state[0].kv, step, 0.1)))
 
 
 @pytest.mark.parametrize("R", [64, 128, 512])

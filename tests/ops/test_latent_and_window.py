@@ -6,6 +6,7 @@ from cases import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.ops import LatentWeights
 from common.step import PAST, Step
 from common.storage import KVSpec, LatentSpec, state_bytes
 from common.weights import dense
@@ -59,7 +60,7 @@ class Latent:
         q_nope, q_rope, latent, k_rope = (array(ops, x) for x in (q_nope, q_rope, latent, k_rope))
         k_up, v_up = (ops.weight(dense("up", w)) for w in (self.k_up, self.v_up))
         if form == "expanded":
-            return ops.expanded_attention(q_nope, q_rope, latent, k_rope, k_up, v_up, kv, step, scale)
+            return ops.expanded_attention(q_nope, q_rope, latent, k_rope, LatentWeights(k_up, v_up), kv, step, scale)
         q_latent = ops.head_linear(q_nope, k_up)
         return ops.head_linear(ops.latent_attention(q_latent, q_rope, latent, k_rope, kv, step, scale), v_up)
 

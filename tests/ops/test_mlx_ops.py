@@ -7,7 +7,7 @@ import pytest
 from cases import CASES, TOLERANCE, Case, Inputs
 
 from common.errors import NotFiniteError
-from common.ops import Rope
+from common.ops import GateWeights, Rope
 from common.reference import NumpyOps
 from common.sampling import Sampler, Sampling
 from common.step import Step
@@ -97,7 +97,7 @@ def test_a_prefill_chunk_is_computed_when_it_is_committed():
         out = ops.attention(i.rows(40, 2, 8), i.rows(40, 1, 8), i.rows(40, 1, 8), state[0].kv, step, 0.3)
         ops.short_conv(i.rows(40, 6), i.vector(6, 4), state[0].conv, step)
         q, v, a = i.rows(40, 1, 32), i.rows(40, 2, 32), i.rows(40, 2)
-        ops.gated_delta(q, q, v, a, a, i.vector(2), i.vector(2), state[0].delta, step)
+        ops.gated_delta(q, q, v, a, a, GateWeights(i.vector(2), i.vector(2)), state[0].delta, step)
         assert pending(out) > 0
         state.commit(np.arange(40))
         assert [pending(array) for part in state._all() for array in part.arrays] == [0, 0, 0, 0]

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from common.errors import BimetalError
+from common.ops import GateWeights
 from common.reference import NumpyOps
 from common.step import Step
 from common.storage import ConvSpec, DeltaSpec
@@ -39,7 +40,7 @@ def delta_run(ops, which: int, spec: DeltaSpec, dtype: mx.Dtype, Hk: int, steps:
     out = None
     for step, path in steps:
         rows = [x[which] for x in rows_of_delta(dtype, len(step), Hk, spec.heads, spec.key_dim, spec.value_dim)]
-        out = ops.gated_delta(*rows, ops.vector(decay), ops.vector(dt_bias), state[0].delta, step)
+        out = ops.gated_delta(*rows, GateWeights(ops.vector(decay), ops.vector(dt_bias)), state[0].delta, step)
         state.commit(path)
     return np.asarray(ops.read(out)), np.asarray(state[0].delta.matrix)
 
