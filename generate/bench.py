@@ -3,7 +3,7 @@
 import statistics
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
@@ -99,35 +99,42 @@ def _bench_backend(
     for context in fits:
         timings = measure(runners, context, options.new_tokens, options.runs, model.config.vocab)
         for name, runs in timings.items():
-            decode = [t.decode for t in runs]
-            median = statistics.median(decode)
-            prefill = statistics.median(t.prefill for t in runs)
-            rate = model.step_bytes * median
-            spread = f"{median:.1f} ({min(decode):.1f}..{max(decode):.1f})"
-            print(f"{name:8} {context:8} {prefill:14.1f} {spread:>28} {rate / 1e9:7.2f} {rate / copy:8.1%}", flush=True)
-            rows.append(
-                environment(name)
-                | {
-                    "model": path.name,
-                    "weights": f"{model.step_bytes / 1e9:.3f} GB/token",
-                    "decoder": "plain",
-                    "context": context,
-                    "prompt_tokens": context,
-                    "new_tokens": options.new_tokens,
-                    "runs": options.runs,
-                    "prefill_tps": f"{prefill:.1f}",
-                    "decode_tps_median": f"{median:.1f}",
-                    "decode_tps_min": f"{min(decode):.1f}",
-                    "decode_tps_max": f"{max(decode):.1f}",
-                    "gb_per_s": f"{rate / 1e9:.2f}",
-                    "peak_gb": f"{ops.peak_bytes() / 1e9:.2f}" if name == ops.name else "",
-                    "verdict": options.verdict,
-                    "note": note(options),
-                }
-            )
+            rows.append(_reported(path, model, options, context, name, runs, copy))
         if options.peer:
             print(f"{'ratio':8} {context:8} {_ratio(timings, 'prefill'):>14} {_ratio(timings, 'decode'):>28}")
     return rows
+
+
+def _reported(
+    path: Path, model: Model, options: ModelBench, context: int, name: str, runs: Sequence[Timing], copy: float
+) -> dict[str, object]:
+    """Print the line of one context and runner, and return it as a row of the log.
+
+    copy  bytes per second of a copy on the device
+    """
+    decode = [t.decode for t in runs]
+    median = statistics.median(decode)
+    prefill = statistics.median(t.prefill for t in runs)
+    rate = model.step_bytes * median
+    spread = f"{median:.1f} ({min(decode):.1f}..{max(decode):.1f})"
+    print(f"{name:8} {context:8} {prefill:14.1f} {spread:>28} {rate / 1e9:7.2f} {rate / copy:8.1%}", flush=True)
+    return environment(name) | {
+        "model": path.name,
+        "weights": f"{model.step_bytes / 1e9:.3f} GB/token",
+        "decoder": "plain",
+        "context": context,
+        "prompt_tokens": context,
+        "new_tokens": options.new_tokens,
+        "runs": options.runs,
+        "prefill_tps": f"{prefill:.1f}",
+        "decode_tps_median": f"{median:.1f}",
+        "decode_tps_min": f"{min(decode):.1f}",
+        "decode_tps_max": f"{max(decode):.1f}",
+        "gb_per_s": f"{rate / 1e9:.2f}",
+        "peak_gb": f"{model.ops.peak_bytes() / 1e9:.2f}" if name == model.ops.name else "",
+        "verdict": options.verdict,
+        "note": note(options),
+    }
 
 
 def measure(

@@ -74,6 +74,38 @@ def bench(p: Parser) -> None:
         metavar="N,N",
         help="prompt tokens of each row (default: 128,512,2048; with --streams or a synthetic draft 128, --wedlm 512)",
     )
+    _synthetic(p)
+    p.add_argument(
+        "--streams",
+        type=values.counts,
+        metavar="N,N",
+        help="numbers of concurrent replies, such as 1,4,16: speed, time to the first token, time between tokens",
+    )
+    p.add_argument("--new-tokens", type=values.positive, metavar="N", help="decoded tokens of each run (default: 64)")
+    p.add_argument(
+        "--runs",
+        type=values.positive,
+        metavar="N",
+        help="runs of each row, of which the median is printed (default: 5)",
+    )
+    p.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="limit of each GPU's memory on CUDA, of the model's elsewhere, such as 24GB (default: what is free)",
+    )
+    flags.cache(p)
+    _experts(p.add_argument_group("experts of a synthetic mixture"))
+    _speculation(p.add_argument_group("speculative decoding"))
+    _server(p.add_argument_group("a server"))
+    p.add_argument(
+        "--peer", choices=("mlx-lm",), help="also time this program on the same weights (a safetensors folder)"
+    )
+    p.add_argument("--log", metavar="FILE", help="append the rows to a TSV file such as BENCHMARKS.tsv")
+    p.add_argument("--verdict", choices=("keep", "drop", "info"), help="verdict, for the log")
+    p.add_argument("--note", metavar="TEXT", help="reason, for the log")
+
+
+def _synthetic(p: Parser) -> None:
     p.add_argument(
         "--synthetic",
         metavar="SHAPE:RECIPE",
@@ -94,37 +126,12 @@ def bench(p: Parser) -> None:
         default=None,
         help="with --synthetic: measure steps of a WeDLM window, the choice of tokens included",
     )
-    p.add_argument(
-        "--streams",
-        type=values.counts,
-        metavar="N,N",
-        help="numbers of concurrent replies, such as 1,4,16: speed, time to the first token, time between tokens",
-    )
-    p.add_argument("--new-tokens", type=values.positive, metavar="N", help="decoded tokens of each run (default: 64)")
-    p.add_argument(
-        "--runs",
-        type=values.positive,
-        metavar="N",
-        help="runs of each row, of which the median is printed (default: 5)",
-    )
-    p.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="limit of each GPU's memory on CUDA, of the model's elsewhere, such as 24GB (default: what is free)",
-    )
-    flags.cache(p)
-    e = p.add_argument_group("experts of a synthetic mixture")
-    e.add_argument("--spark", action="store_true", default=None, help="hot experts in VRAM, cold ones in host memory")
-    e.add_argument("--expert-vram", metavar="SIZE", help="VRAM for experts: 10GB, or a share of them such as 60%%")
-    e.add_argument("--routing", metavar="FILE", help="replay this routing trace (examples/routing_trace.py)")
-    _speculation(p.add_argument_group("speculative decoding"))
-    _server(p.add_argument_group("a server"))
-    p.add_argument(
-        "--peer", choices=("mlx-lm",), help="also time this program on the same weights (a safetensors folder)"
-    )
-    p.add_argument("--log", metavar="FILE", help="append the rows to a TSV file such as BENCHMARKS.tsv")
-    p.add_argument("--verdict", choices=("keep", "drop", "info"), help="verdict, for the log")
-    p.add_argument("--note", metavar="TEXT", help="reason, for the log")
+
+
+def _experts(p: Any) -> None:
+    p.add_argument("--spark", action="store_true", default=None, help="hot experts in VRAM, cold ones in host memory")
+    p.add_argument("--expert-vram", metavar="SIZE", help="VRAM for experts: 10GB, or a share of them such as 60%%")
+    p.add_argument("--routing", metavar="FILE", help="replay this routing trace (examples/routing_trace.py)")
 
 
 def _speculation(p: Any) -> None:

@@ -49,14 +49,17 @@ def write(
             }
         )
     )
-    rng = np.random.default_rng(seed)
+    save_file(_weights(np.random.default_rng(seed), len(vocabulary), masked), folder / "model.safetensors")
+    return folder
 
+
+def _weights(rng: np.random.Generator, tokens: int, masked: bool) -> dict[str, np.ndarray]:
     def matrix(rows: int, columns: int) -> np.ndarray:
         return rng.normal(0, 2 / columns**0.5, (rows, columns)).astype(np.float32)
 
     weights = {
-        "model.embed_tokens.weight": matrix(len(vocabulary), HIDDEN),
-        "lm_head.weight": matrix(len(vocabulary), HIDDEN),
+        "model.embed_tokens.weight": matrix(tokens, HIDDEN),
+        "lm_head.weight": matrix(tokens, HIDDEN),
     }
     weights["model.norm.weight"] = np.ones(HIDDEN, np.float32)
     for i in range(LAYERS):
@@ -74,5 +77,4 @@ def write(
         if masked:
             layer |= {f"self_attn.{name}_norm": np.ones(HEAD_DIM, np.float32) for name in "qk"}
         weights |= {f"model.layers.{i}.{name}.weight": value for name, value in layer.items()}
-    save_file(weights, folder / "model.safetensors")
-    return folder
+    return weights

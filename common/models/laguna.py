@@ -155,28 +155,10 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     same = [] if isinstance(listed, list) else [keys.size("attention.head_count")] * layers
     heads = _heads(keys, "attention.head_count", same or listed, layers)
     window = keys.size("attention.sliding_window") if keys.get("attention.sliding_window") else 0  # none in M.1
-    pattern = keys.get("attention.sliding_window_pattern")
-    if not isinstance(pattern, list):
-        period = keys.size("attention.sliding_window_pattern", 4)
-        pattern = [i % period > 0 for i in range(layers)]
-    if len(pattern) < layers:
-        raise BimetalError(f"{checkpoint.path}: laguna.attention.sliding_window_pattern does not cover {layers} layers")
-    is_sliding = tuple(window > 0 and bool(slides) for slides in pattern[:layers])
+    is_sliding = _gguf_sliding(keys, layers, window)
     dense = keys.read("leading_dense_block_count", int)
     table = checkpoint.tensors.get("token_embd.weight")
-    stated = keys.get("rope.scaling.yarn_attn_factor")
-    factor = None if stated is None else keys.positive("rope.scaling.yarn_attn_factor")
-    release = keys.get("rope.scaling.factor"), keys.get("rope.scaling.original_context_length")
-    if factor == 1 and release == XS_2_1:
-        factor = None
-    derived = {key: value for key, value in checkpoint.config.items() if not key.endswith(".yarn_attn_factor")}
-    rope = gguf_rope(Keys(derived, keys.where, "laguna.", nested=False), keys.size("rope.dimension_count"), None)
-    rope = rope if factor is None else replace(rope, magnitude=factor)
-    sliding_rope = rope
-    if any(is_sliding):
-        plain = {"laguna.rope.freq_base": keys.positive("rope.freq_base_swa", 10000.0)}
-        dim = keys.size("rope.dimension_count_swa", head_dim)
-        sliding_rope = gguf_rope(Keys(plain, keys.where, "laguna.", nested=False), dim, None)
+    rope, sliding_rope = _gguf_ropes(keys, head_dim, any(is_sliding))
     return Config(
         vocab=table.shape[0] if table else keys.size("vocab_size"),
         hidden=keys.size("embedding_length"),
@@ -201,6 +183,34 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         context=keys.size("context_length"),
         tied="output.weight" not in checkpoint.tensors,
     )
+
+
+def _gguf_sliding(keys: Keys, layers: int, window: int) -> tuple[bool, ...]:
+    """Return for each layer whether a window bounds it: by a list, or by a period, whose first layer is full."""
+    pattern = keys.get("attention.sliding_window_pattern")
+    if not isinstance(pattern, list):
+        period = keys.size("attention.sliding_window_pattern", 4)
+        pattern = [i % period > 0 for i in range(layers)]
+    if len(pattern) < layers:
+        raise BimetalError(f"{keys.where}: laguna.attention.sliding_window_pattern does not cover {layers} layers")
+    return tuple(window > 0 and bool(slides) for slides in pattern[:layers])
+
+
+def _gguf_ropes(keys: Keys, head_dim: int, slides: bool) -> tuple[Rope, Rope]:
+    """Return the ropes of full layers and of those with windows, which are equal where no layer `slides`."""
+    stated = keys.get("rope.scaling.yarn_attn_factor")
+    factor = None if stated is None else keys.positive("rope.scaling.yarn_attn_factor")
+    release = keys.get("rope.scaling.factor"), keys.get("rope.scaling.original_context_length")
+    if factor == 1 and release == XS_2_1:
+        factor = None
+    derived = {key: value for key, value in keys.values.items() if not key.endswith(".yarn_attn_factor")}
+    rope = gguf_rope(Keys(derived, keys.where, "laguna.", nested=False), keys.size("rope.dimension_count"), None)
+    rope = rope if factor is None else replace(rope, magnitude=factor)
+    if not slides:
+        return rope, rope
+    plain = {"laguna.rope.freq_base": keys.positive("rope.freq_base_swa", 10000.0)}
+    dim = keys.size("rope.dimension_count_swa", head_dim)
+    return rope, gguf_rope(Keys(plain, keys.where, "laguna.", nested=False), dim, None)
 
 
 def _heads(keys: Keys, key: str, heads: list[Any], layers: int) -> tuple[int, ...]:

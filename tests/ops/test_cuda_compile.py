@@ -93,19 +93,51 @@ def delta(width: int, taps: int, norm: int, alone: int) -> tuple[str, ...]:
     return f"DK={padded(width)}", f"DIM={width}", f"TAPS={taps}", *ways, *(("ONLY=8",) if norm else ())
 
 
-def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
+Build = tuple[str, tuple[str, ...]]  # a kernel file and its definitions
+
+
+def variants(card: Card) -> list[Build]:
     """All builds that the launchers may request for a card."""
-    plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "sample", "draw", "random", "top_k", "entropy")]
-    plain += [("calibrate", ()), ("block_conv", ()), ("conv", ("PARENTS=1",))]
-    plain += [("exchange", (f"RANKS={n}",)) for n in (2, 8)]
+    attention = attention_builds(card) + packed_builds(card) + latent_builds(card)
+    return row_builds() + attention + recurrent_builds(card) + product_builds(card)
+
+
+def row_builds() -> list[Build]:
+    """Row-wise ops, sampling, sums over ranks and copies."""
+    builds = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "sample", "draw", "random", "top_k", "entropy")]
+    builds += [("calibrate", ()), ("block_conv", ()), ("conv", ("PARENTS=1",))]
+    builds += [("exchange", (f"RANKS={n}",)) for n in (2, 8)]
     terms = (2, 1, 8, ("ONLY=1",)), (2, 1, 9, ("ONLY=8",)), (8, 1, 40, ())
-    plain += [("exchange_norm", (f"RANKS={n}", f"PARTIALS={s}", f"OTHERS={m}", *form)) for n, s, m, form in terms]
-    plain += [("copy_rows", (f"UNIT={unit}",)) for unit in (2, 4, 8, 16)]
+    builds += [("exchange_norm", (f"RANKS={n}", f"PARTIALS={s}", f"OTHERS={m}", *form)) for n, s, m, form in terms]
+    builds += [("copy_rows", (f"UNIT={unit}",)) for unit in (2, 4, 8, 16)]
     sums = (1, 0, 8), (1, 9, 1), (1, 40, 0), (18, 18, 8), (40, 40, 1), (64, 64, 8)
-    plain += [("light", (f"PARTIALS={n}", f"OTHERS={m}", f"ONLY={form}")) for n, m, form in sums]
+    builds += [("light", (f"PARTIALS={n}", f"OTHERS={m}", f"ONLY={form}")) for n, m, form in sums]
+    return builds
+
+
+def attention_builds(card: Card) -> list[Build]:
+    """Attention to rows in float16, and what follows it."""
+    builds: list[Build] = []
     forms = itertools.product((1, 2), ((0, 0), (1, 0), (1, 1)), ((), ("ONLY=1",), ("ONLY=8",)))
-    plain += [("pieces", (f"WARPS={n}", f"GATED={gated}", f"WINDOWED={w}", *form)) for n, (gated, w), form in forms]
-    plain += [("to_cache", (f"D={d}",)) for d in (128, 256)] + [("heads_to_cache", ())]
+    builds += [("pieces", (f"WARPS={n}", f"GATED={gated}", f"WINDOWED={w}", *form)) for n, (gated, w), form in forms]
+    builds += [("to_cache", (f"D={d}",)) for d in (128, 256)] + [("heads_to_cache", ())]
+    builds += [("attention", (*whole_tiles(card, 256)[0], "DIM=256", "IN_PARTS=1"))]
+    turned = itertools.product((1, 2), (0, 1), (32, 64, 128))
+    builds += [("pieces", (f"WARPS={n}", f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}")) for n, gated, g in turned]
+    tiles = [t for d in (16, 64, 80, 128, 256) for t in splits(card, d)]
+    builds += [("split", (*t, f"WINDOWED={w}", f"ALONE={alone}")) for t in tiles for w in (0, 1) for alone in (0, 1)]
+    tiles = [t for t, _, ctas in (one_row_tiles(card, d) for d in (64, 128, 256)) if ctas]
+    builds += [("one_row", (*t, f"WINDOWED={w}", f"ALONE={alone}")) for t in tiles for w in (0, 1) for alone in (0, 1)]
+    builds += [("attention", defines) for defines in heads(card)]
+    builds += [("attention", (*defines, f"SPARSE={BLOCK}")) for defines in heads(card)] + [
+        ("choose_blocks", BLOCK_CHOICE)
+    ]
+    return builds
+
+
+def packed_builds(card: Card) -> list[Build]:
+    """Attention to packed rows."""
+    builds: list[Build] = []
     for d, keys, values in PACKED:
         formats = (
             f"KEYS={keys}",
@@ -115,70 +147,77 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
         )
         exact = (*formats, "EXACT=1")
         for form in (formats, exact):
-            plain += [("to_cache", (f"D={d}", *form))] if d in (128, 256) else []
-            plain += [("heads_to_cache", (f"WIDTH={d}", *form))]
-            plain += [("attention", (*whole_tiles(card, d)[0], f"DIM={d}", *form))]
+            builds += [("to_cache", (f"D={d}", *form))] if d in (128, 256) else []
+            builds += [("heads_to_cache", (f"WIDTH={d}", *form))]
+            builds += [("attention", (*whole_tiles(card, d)[0], f"DIM={d}", *form))]
         longest = max(FORMATS[name.lower()].row_bytes(d) for name in (keys, values))
         if longest == 512 and card.shared <= 64 << 10:
             continue  # test_rows_that_do_not_fit
         tiles = splits(card, d, longest)
-        plain += [("split", (*t, *formats, f"WINDOWED={w}", f"ALONE={w}")) for t in tiles for w in (0, 1)]
+        builds += [("split", (*t, *formats, f"WINDOWED={w}", f"ALONE={w}")) for t in tiles for w in (0, 1)]
         tiles = splits(card, d, longest, exact=True)
-        plain += [("split", (*t, *exact, "WINDOWED=0", "ALONE=0")) for t in tiles]
+        builds += [("split", (*t, *exact, "WINDOWED=0", "ALONE=0")) for t in tiles]
         if d in (128, 256) and {keys.lower(), values.lower()} <= ONE_ROW_CODES:
-            builds = [(one_row_tiles(card, d, longest, form is exact), form) for form in (formats, exact)]
-            plain += [
+            tiled = [(one_row_tiles(card, d, longest, form is exact), form) for form in (formats, exact)]
+            builds += [
                 ("one_row", (*t, *form, "WINDOWED=0", f"ALONE={alone}"))
-                for (t, _, ctas), form in builds
+                for (t, _, ctas), form in tiled
                 for alone in (0, 1)
                 if ctas
             ]
-    plain += [("attention", (*whole_tiles(card, 256)[0], "DIM=256", "IN_PARTS=1"))]
-    turned = itertools.product((1, 2), (0, 1), (32, 64, 128))
-    plain += [("pieces", (f"WARPS={n}", f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}")) for n, gated, g in turned]
-    plain += [("moe", (f"PER={n}",)) for n in (2, 8, 16)]
-    plain += [
-        ("moe", (f"CHOSEN={k}", f"PARTIALS={n}", f"ONLY={form}"))
-        for k, n, form in ((1, 8, 0), (5, 3, 1), (9, 2, 8), (30, 1, 0))
-    ]
-    plain += [
-        ("dense", (t, *e)) for t in ("F32", "F16", "BF16") for e in (("ROWS=1",), ("ROWS=2",), ("ROWS=1", "EXPERTS"))
-    ]
+    return builds
+
+
+def latent_builds(card: Card) -> list[Build]:
+    """Latent attention."""
+    builds: list[Build] = []
     latents = ((16, 32), (128, 144), (512, 576)) if card.capability >= 80 else ((16, 32), (128, 144))
-    plain += [("latent", latent(card, *widths)) for widths in latents if widths != (128, 144)]
+    builds += [("latent", latent(card, *widths)) for widths in latents if widths != (128, 144)]
     coded = [(f, *widths) for f in ("BF16", "Q8_0", "Q4_0", "LM4", "TQ3_0") for widths in latents[1:]]
-    plain += [
+    builds += [
         ("latent", (*latent(card, *w), "APART=1", f"KEYS={f}", f"TURN_KEYS={int(f != 'Q8_0')}")) for f, *w in coded
     ]
-    plain += [
+    return builds
+
+
+def recurrent_builds(card: Card) -> list[Build]:
+    """The convolution and the delta rule."""
+    builds: list[Build] = []
+    builds += [
         ("prepare", prepare(d, 4, e))
         for d in (12, 64, 128, 256)
         for e in ((1, 1, 1), (3, 3, 3), (5, 7, 7), (20, 40, 20))
     ]
-    plain += [("prepare", prepare(d, taps, (1, 1, 1))) for d in (12, 128, 256) for taps in (0, 2)]
-    plain += [("prepare", (*prepare(d, 4, (5, 7, 7)), "EACH=1")) for d in (12, 128, 256)]
-    plain += [("delta_each", (f"DK={padded(d)}", "NORM=0")) for d in (12, 64, 128, 256)]
-    plain += [("delta_each", (f"DK={d}", "NORM=1", *only)) for d in (64, 128, 256) for only in ((), ("ONLY=8",))]
-    tiles = [t for d in (16, 64, 80, 128, 256) for t in splits(card, d)]
-    plain += [("split", (*t, f"WINDOWED={w}", f"ALONE={alone}")) for t in tiles for w in (0, 1) for alone in (0, 1)]
-    tiles = [t for t, _, ctas in (one_row_tiles(card, d) for d in (64, 128, 256)) if ctas]
-    plain += [("one_row", (*t, f"WINDOWED={w}", f"ALONE={alone}")) for t in tiles for w in (0, 1) for alone in (0, 1)]
+    builds += [("prepare", prepare(d, taps, (1, 1, 1))) for d in (12, 128, 256) for taps in (0, 2)]
+    builds += [("prepare", (*prepare(d, 4, (5, 7, 7)), "EACH=1")) for d in (12, 128, 256)]
+    builds += [("delta_each", (f"DK={padded(d)}", "NORM=0")) for d in (12, 64, 128, 256)]
+    builds += [("delta_each", (f"DK={d}", "NORM=1", *only)) for d in (64, 128, 256) for only in ((), ("ONLY=8",))]
     keys = (12, 64, 128, 256) if card.capability >= 80 else (12, 64, 128)  # test_too_little_shared_memory
-    plain += [("delta", delta(d, *e)) for d in keys for e in ((0, 0, 0), (4, 0, 0), (4, 0, 1))]
-    plain += [("delta", (*delta(128, 4, 0, 0), "WIDE=32"))]
+    builds += [("delta", delta(d, *e)) for d in keys for e in ((0, 0, 0), (4, 0, 0), (4, 0, 1))]
+    builds += [("delta", (*delta(128, 4, 0, 0), "WIDE=32"))]
     if card.capability >= 90:
-        plain += [("delta", delta(d, 4, 1, alone)) for d in (64, 128) for alone in (0, 1)]
-    plain += [("attention", defines) for defines in heads(card)]
-    plain += [("attention", (*defines, f"SPARSE={BLOCK}")) for defines in heads(card)] + [
-        ("choose_blocks", BLOCK_CHOICE)
+        builds += [("delta", delta(d, 4, 1, alone)) for d in (64, 128) for alone in (0, 1)]
+    return builds
+
+
+def product_builds(card: Card) -> list[Build]:
+    """Products, and the routing and sums of experts."""
+    builds: list[Build] = []
+    builds += [("moe", (f"PER={n}",)) for n in (2, 8, 16)]
+    builds += [
+        ("moe", (f"CHOSEN={k}", f"PARTIALS={n}", f"ONLY={form}"))
+        for k, n, form in ((1, 8, 0), (5, 3, 1), (9, 2, 8), (30, 1, 0))
+    ]
+    builds += [
+        ("dense", (t, *e)) for t in ("F32", "F16", "BF16") for e in (("ROWS=1",), ("ROWS=2",), ("ROWS=1", "EXPERTS"))
     ]
     for type_ in UNITS:
-        plain += [("linear", linear(card, type_, cols)) for cols in COLS]
-        plain += [("experts", expert_defines(card, type_, cols)) for cols in (8, PREFILL_COLS)]
+        builds += [("linear", linear(card, type_, cols)) for cols in COLS]
+        builds += [("experts", expert_defines(card, type_, cols)) for cols in (8, PREFILL_COLS)]
         kinds = (8, 1, 0, 0), (2, 1, 2, 0), (16, 1, 2, 0), (1, 0, 1, 0), (1, 0, 0, 1)
-        plain += [("single", single(card, type_, *kind)) for kind in kinds]
-        plain += [(stem, tile_defines(type_)) for stem in ("repack", "expand")]
-    return plain
+        builds += [("single", single(card, type_, *kind)) for kind in kinds]
+        builds += [(stem, tile_defines(type_)) for stem in ("repack", "expand")]
+    return builds
 
 
 @cache
