@@ -1,6 +1,6 @@
 """Residency of a mixture's experts in memory: the policy that streaming from a disk and VRAM caches share.
 
-A slot holds one expert of one layer, and layers whose experts are stored alike share their slots. Who leaves is
+An expert slot holds one expert of one layer, and layers whose experts are stored alike share their slots. Who leaves is
 decided by segmented LRU: an expert begins on probation, its second use protects it, and the protected are at most
 `PROTECTED` of the slots, of which the least recently used falls back. Nothing here reads or copies an expert: `ensure`
 says which loads to do, and the caller reports each as `finish` or `abandon`. All calls come from one thread.

@@ -113,7 +113,7 @@ class PrefixCache:
             length = len(saved.tokens)
             kept = [self.root, *self._path(saved.tokens, state.long_steps)]
             if may_save(state, "turn", bytes_after(state, PAGE * (len(kept) - 1))):
-                self._keep(saved.tokens, state, "turn", kept)
+                self._add(saved.tokens, state, "turn", kept)
         best = max(length, more_than)
         branch = max((cut for cut in reading.cuts.tolist() if best < cut <= matched), default=0)
         return Found(length, max(matched, length), branch if state.point_shapes(1) and branch < len(ids) else 0)
@@ -142,7 +142,7 @@ class PrefixCache:
         path = [self.root, *self._path(ids, state.long_steps)]
         if not may_save(state, why, bytes_after(state, PAGE * (len(path) - 1))):
             return
-        entry = self._keep(ids, state, why, path)
+        entry = self._add(ids, state, why, path)
         first = None if self.store is None else self.store.first_missing(ids, state.long_steps)
         if first is not None and self.store is not None:
             if entry is None:
@@ -152,9 +152,9 @@ class PrefixCache:
             finish = state.when_saved([*point, *(part for parts in rows for part in parts)])
             self.store.put(Saved(ids, tuple(state.long_steps), first, rows, point, finish))
 
-    # -- keeping -------------------------------------------------------------------------------------------------------
+    # -- adding --------------------------------------------------------------------------------------------------------
 
-    def _keep(self, ids: np.ndarray, state: State, why: str, path: list[Page]) -> Entry | None:
+    def _add(self, ids: np.ndarray, state: State, why: str, path: list[Page]) -> Entry | None:
         """The entry of `state`, new or old; None if the budget is too small.
 
         path  the root and the kept pages with which `ids` begins; the new ones are added

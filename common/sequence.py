@@ -119,7 +119,7 @@ class Sequence:
         reply = min(call.options.max_tokens or RESERVED, RESERVED)
         self.granted = min(len(self.prompt) + reply, target.context)
         self.kept: dict[int, str] = {}  # cuts after which a store is offered the state, and why
-        self.turns: set[int] = set()  # cuts after which its slot keeps a snapshot
+        self.turns: set[int] = set()  # cuts after which its slot takes a snapshot
         self.experts: ExpertStats | None = None  # before it began
         self.pending = Piece()
         self.reason = "length"

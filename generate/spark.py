@@ -25,7 +25,7 @@ CONTEXT = 32768  # tokens beside whose cache experts are fitted where no context
 class HotBudget:
     """Division of a GPU's memory, in bytes.
 
-    experts  slots, and the buffer through which prefill copies a layer
+    experts  expert slots, and the buffer through which prefill copies a layer
     fixed    the other weights
     run      states and work
     """
