@@ -17,7 +17,7 @@ from common.expert_forms import ExpertForm, SlotMemory
 from common.experts import ExpertSupply
 from common.shards import ONE, Ranks
 from common.step import Pool, State, Step
-from common.storage import LayerSpec, RowSpec
+from common.storage import LayerSpec, grows
 from common.tensors import Tensor
 
 Array = Any  # the backend's own array; models see its shape, reshape it and slice it, nothing else
@@ -47,7 +47,7 @@ class LayerSize:
 
 def decoded_bytes(layer: LayerSize, tokens: int) -> int:
     """Predict the workspace of a step that decodes all rows of a compressed cache to float32."""
-    rows = [s for s in layer.states.values() if isinstance(s, RowSpec) and s.is_packed]
+    rows = [s for s in layer.states.values() if grows(s) and s.is_packed]
     return sum(3 * 4 * s.rows(tokens) * s.numbers for s in rows)
 
 

@@ -1,6 +1,6 @@
 """Options of KV cache compression, and the storage specs that follow from them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +8,7 @@ from common.errors import UsageError
 from common.hadamard import GROUPS, group_of
 from common.kv_formats import FORMATS
 from common.options import CacheChoice
-from common.storage import NATIVE, Kind, KVSpec, LatentSpec, LayerSpec, Packing, Plane
+from common.storage import NATIVE, KVSpec, LatentSpec, LayerSpec, Packing, Plane, RowSpec, Spec, all_specs, grows
 
 WHOLE = 8  # bits from which keys take no rotation, no calibration and no exact rows
 CALIBRATION = 512  # tokens whose keys and queries calibrate the later keys
@@ -94,7 +94,7 @@ def packed(spec: Sequence[LayerSpec], options: CacheOptions) -> list[LayerSpec]:
     """
     if not options.compresses:
         return list(spec)
-    cached = [i for i, layer in enumerate(spec) if any(s.kind is not Kind.RECURS for s in layer.values())]
+    cached = [i for i, layer in enumerate(spec) if any(map(grows, layer.values()))]
     outer = {*cached[: options.boundary], *cached[-options.boundary :]} if options.boundary else set()
     return [
         {name: _packed_spec(s, _widened(options) if i in outer else options) for name, s in layer.items()}
@@ -108,17 +108,22 @@ def _widened(options: CacheOptions) -> CacheOptions:
     return replace(options, keys=keys, values=values)
 
 
-def _packed_spec(s: Any, options: CacheOptions) -> Any:
-    if isinstance(s, LatentSpec):
-        if options.values not in (NATIVE, options.keys):
-            raise UsageError(
-                f"values of a latent cache are in {options.values} and keys in {options.keys}; a latent row is key and "
-                "value at once, and takes one format"
-            )
-        rotated = _rotates_keys(options, options.keys) and options.keys != NATIVE
-        return replace(s, latent_format=options.keys, rotate_latent=rotated)
-    if not isinstance(s, KVSpec):
-        return s
+def _packed_spec(s: Spec, options: CacheOptions) -> Spec:
+    pack = PACK.get(type(s))
+    return pack(s, options) if pack else s
+
+
+def _packed_latents(s: LatentSpec, options: CacheOptions) -> LatentSpec:
+    if options.values not in (NATIVE, options.keys):
+        raise UsageError(
+            f"values of a latent cache are in {options.values} and keys in {options.keys}; a latent row is key and "
+            "value at once, and takes one format"
+        )
+    rotated = _rotates_keys(options, options.keys) and options.keys != NATIVE
+    return replace(s, latent_format=options.keys, rotate_latent=rotated)
+
+
+def _packed_kv(s: KVSpec, options: CacheOptions) -> KVSpec:
     keys, values = options.keys, options.values
     coded = bits_of(keys) < WHOLE
     keeps = coded or bits_of(values) < WHOLE
@@ -130,6 +135,9 @@ def _packed_spec(s: Any, options: CacheOptions) -> Any:
         calibration=_either(options.calibration, CALIBRATION if coded else 0),
     )
     return _within_window(replace(s, key_format=keys, value_format=_value_format(values), packing=packing))
+
+
+PACK: Mapping[type[Spec], Callable[[Any, CacheOptions], Spec]] = {KVSpec: _packed_kv, LatentSpec: _packed_latents}
 
 
 def _rotates_keys(options: CacheOptions, keys: str) -> bool:
@@ -162,15 +170,14 @@ def described(spec: Sequence[LayerSpec]) -> list[str]:
     lines: dict[str, list[int]] = {}
     for i, layer in enumerate(spec):
         for s in layer.values():
-            if isinstance(s, KVSpec | LatentSpec):
+            if grows(s):
                 lines.setdefault(_described_spec(s), []).append(i)
     return [f"layers {', '.join(map(str, layers))}: {line}" for line, layers in lines.items()]
 
 
-def _described_spec(s: KVSpec | LatentSpec) -> str:
-    names = ("keys", "values") if isinstance(s, KVSpec) else ("latent rows", "roped parts")
-    parts = [f"{name} {plane.format}{_turned(plane)}" for name, plane in zip(names, s.planes, strict=False)]
-    if isinstance(s, KVSpec) and s.packing.keeps_exact:
+def _described_spec(s: RowSpec) -> str:
+    parts = [f"{name} {plane.format}{_turned(plane)}" for name, plane in zip(s.plane_names, s.planes, strict=False)]
+    if s.packing.keeps_exact:
         parts.append(f"first {s.packing.first} and latest {s.packing.recent} tokens exact")
         parts.append("keys equalised" if s.packing.calibration else "keys as they are")
     if s.window is not None:
@@ -188,19 +195,14 @@ def _turned(plane: Plane) -> str:
 
 def check_pairs(spec: Sequence[LayerSpec], backend: str, pairs: frozenset[tuple[str, str]]) -> None:
     """Refuse formats that the backend has no kernel for, and heads that a format cannot store; BimetalError."""
-    for s in (s for layer in spec for s in layer.values()):
-        if isinstance(s, KVSpec):
-            pair = s.key_format, s.value_format
-        elif isinstance(s, LatentSpec):
-            pair = s.latent_format, s.latent_format
-        else:
-            continue
+    for s in filter(grows, all_specs(spec)):
+        pair = s.formats
         if pair != (NATIVE, NATIVE) and pair not in pairs:
             raise UsageError(
                 f"the {backend} backend has no cache of keys in {pair[0]} and values in {pair[1]}; "
                 f"supported: {_listed(pairs)}"
             )
-        for plane in getattr(s, "planes", ()):
+        for plane in s.planes:
             if plane.format != NATIVE:
                 FORMATS[plane.format].block(plane.dim)
             if plane.rotated and not group_of(plane.dim):

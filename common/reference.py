@@ -5,7 +5,7 @@ In steps of few rows each row is computed by itself: to the bit as in a step of 
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from common.reference_recurrent import NumpyConv, NumpyDelta, delta_rule
 from common.reference_rows import Held, NumpyRows, NumpyWindow, rows_held
 from common.sampling import NOT_A_TOKEN, Sampler, Samplers
 from common.step import MAX_DECODE_ROWS, PAST, LayerState, State, Step
-from common.storage import ConvSpec, DeltaSpec, Kind, KVSpec, LayerSpec, RowSpec, Spec, all_specs
+from common.storage import ConvSpec, DeltaSpec, Kind, KVSpec, LatentSpec, LayerSpec, Spec, all_specs
 from common.tensors import Tensor
 from common.visible import exact_rows, seen_rows
 
@@ -76,8 +76,7 @@ class NumpyOps(Ops):
         return NumpySlots(forms, slots)
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
-        layers: list[dict[str, LayerState]] = [{name: layer_state(s) for name, s in layer.items()} for layer in spec]
-        return State(layers, capacity)
+        return State([{name: STATES[type(s)](s) for name, s in layer.items()} for layer in spec], capacity)
 
     def held_bytes(self, *parts: Tensor) -> int:
         return sum(4 * math.prod(part.shape) for part in parts)
@@ -324,10 +323,15 @@ def _l2_normalized(x: np.ndarray) -> np.ndarray:
     return x / np.sqrt(np.sum(np.square(x), axis=-1, keepdims=True) + np.float32(L2_EPS))
 
 
-def layer_state(s: Spec) -> LayerState:
-    """The empty state that `s` describes."""
-    if isinstance(s, RowSpec):
-        if isinstance(s, KVSpec) and s.packing.keeps_exact:
-            return NumpyPacked(s)
-        return NumpyRows(s) if s.window is None else NumpyWindow(s)
-    return {ConvSpec: NumpyConv, DeltaSpec: NumpyDelta}[type(s)](s)
+def _keys_and_values(s: KVSpec) -> LayerState:
+    if s.packing.keeps_exact:
+        return NumpyPacked(s)
+    return NumpyRows(s) if s.window is None else NumpyWindow(s)
+
+
+STATES: Mapping[type[Spec], Callable[[Any], LayerState]] = {  # of a spec: its state, empty
+    KVSpec: _keys_and_values,
+    LatentSpec: NumpyRows,
+    ConvSpec: NumpyConv,
+    DeltaSpec: NumpyDelta,
+}

@@ -7,6 +7,7 @@ Backends build their states from specs, and predictions of memory add up their b
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TypeGuard
 
 from common.kv_formats import FORMATS
 
@@ -37,45 +38,6 @@ class Plane:
         return self.heads * (self.dim * item_bytes if native else FORMATS[self.format].row_bytes(self.dim))
 
 
-class RowSpec:
-    """Base of the states with rows per token: keys and values, windows, latent rows."""
-
-    window: int | None = None  # latest rows that are held beside the first `sinks`; None: all
-    sinks: int = 0  # first rows of a sequence, which stay when rows before the window go
-
-    @property
-    def kind(self) -> Kind:
-        return Kind.APPENDS if self.window is None else Kind.WRAPS
-
-    @property
-    def planes(self) -> tuple[Plane, ...]:
-        raise NotImplementedError
-
-    @property
-    def numbers(self) -> int:
-        """Numbers of one token's row, over all planes."""
-        return sum(plane.heads * plane.dim for plane in self.planes)
-
-    @property
-    def is_packed(self) -> bool:
-        """Test whether some plane has another format than the backend's own float type."""
-        return any(plane.format != NATIVE for plane in self.planes)
-
-    def row_bytes(self, item_bytes: int) -> int:
-        return sum(plane.row_bytes(item_bytes) for plane in self.planes)
-
-    def rows(self, tokens: int) -> int:
-        """Rows that are held after `tokens` tokens."""
-        return tokens if self.window is None else min(tokens, self.sinks + self.window)
-
-    def exact_bytes(self, tokens: int, item_bytes: int) -> int:
-        """Count the bytes beside the rows: exact copies in the backend's own float type, and calibration statistics."""
-        return 0
-
-    def bytes(self, tokens: int, item_bytes: int) -> int:
-        return self.rows(tokens) * self.row_bytes(item_bytes) + self.exact_bytes(tokens, item_bytes)
-
-
 @dataclass(frozen=True)
 class Packing:
     """Options of a compressed cache beside its formats.
@@ -100,8 +62,72 @@ class Packing:
         return max(self.sinks, self.calibration)
 
     @property
+    def exact(self) -> int:
+        """Tokens of a sequence up to which all are read exactly."""
+        return self.first + self.recent
+
+    @property
     def keeps_exact(self) -> bool:
-        return self.first > 0 or self.recent > 0
+        return self.exact > 0
+
+
+class Spec:
+    """Base of all specs, with the answers of a state of a fixed size, which has no rows."""
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.RECURS
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return ()
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of one token's row, over all planes."""
+        return sum(plane.heads * plane.dim for plane in self.planes)
+
+    @property
+    def is_packed(self) -> bool:
+        """Test whether some plane has another format than the backend's own float type."""
+        return any(plane.format != NATIVE for plane in self.planes)
+
+    def row_bytes(self, item_bytes: int) -> int:
+        return sum(plane.row_bytes(item_bytes) for plane in self.planes)
+
+    def bytes(self, tokens: int, item_bytes: int) -> int:
+        """Count the bytes after `tokens` tokens; a number in the backend's own float type takes `item_bytes`."""
+        raise NotImplementedError
+
+
+class RowSpec(Spec):
+    """Base of the states with rows per token: keys and values, windows, latent rows."""
+
+    window: int | None = None  # latest rows that are held beside the first `sinks`; None: all
+    sinks: int = 0  # first rows of a sequence, which stay when rows before the window go
+    packing: Packing = Packing()  # what is kept beside rows in a format
+    can_wrap = False  # whether it takes a window
+    plane_names: tuple[str, ...] = ()  # in words, as many as it may have
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.APPENDS if self.window is None else Kind.WRAPS
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """The formats of keys and of values, as options name them."""
+        return self.planes[0].format, self.planes[-1].format
+
+    def rows(self, tokens: int) -> int:
+        """Rows that are held after `tokens` tokens."""
+        return tokens if self.window is None else min(tokens, self.sinks + self.window)
+
+    def exact_bytes(self, tokens: int, item_bytes: int) -> int:
+        """Count the bytes beside the rows: exact copies in the backend's own float type, and calibration statistics."""
+        return 0
+
+    def bytes(self, tokens: int, item_bytes: int) -> int:
+        return self.rows(tokens) * self.row_bytes(item_bytes) + self.exact_bytes(tokens, item_bytes)
 
 
 @dataclass(frozen=True)
@@ -119,6 +145,8 @@ class KVSpec(RowSpec):
     key_format: str = NATIVE
     value_format: str = NATIVE
     packing: Packing = Packing()
+    can_wrap = True
+    plane_names = "keys", "values"
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -135,11 +163,13 @@ class KVSpec(RowSpec):
         return ExactSpec(self.kv_heads, self.key_dim, self.value_dim, recent, first, holds_queries=asks)
 
     def exact_bytes(self, tokens: int, item_bytes: int) -> int:
-        if not self.packing.keeps_exact:
-            return 0
+        held = self.exact.bytes(tokens, item_bytes) if self.packing.keeps_exact else 0
+        return held + self.statistics_bytes(tokens)
+
+    def statistics_bytes(self, tokens: int) -> int:
+        """Count the bytes of a calibration: a mean and a scale of each channel of the keys, float32."""
         calibrated = 0 < self.packing.calibration <= tokens
-        statistics = 2 * 4 * self.kv_heads * self.key_dim if calibrated else 0  # float32 mean and scale
-        return self.exact.bytes(tokens, item_bytes) + statistics
+        return 2 * 4 * self.kv_heads * self.key_dim if calibrated else 0
 
 
 @dataclass(frozen=True)
@@ -166,6 +196,11 @@ class LatentSpec(RowSpec):
     rope_dim: int
     latent_format: str = NATIVE
     rotate_latent: bool = False
+    plane_names = "latent rows", "roped parts"
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        return self.latent_format, self.latent_format
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -175,20 +210,8 @@ class LatentSpec(RowSpec):
         return (Plane(1, self.latent_dim, self.latent_format, self.rotate_latent), Plane(1, self.rope_dim))
 
 
-class RecurrentSpec:
-    """A state of a fixed size."""
-
-    kind = Kind.RECURS
-
-    def row_bytes(self, item_bytes: int) -> int:
-        return 0
-
-    def bytes(self, tokens: int, item_bytes: int) -> int:
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
-class ConvSpec(RecurrentSpec):
+class ConvSpec(Spec):
     """The last taps - 1 inputs of one short convolution."""
 
     channels: int
@@ -199,7 +222,7 @@ class ConvSpec(RecurrentSpec):
 
 
 @dataclass(frozen=True)
-class DeltaSpec(RecurrentSpec):
+class DeltaSpec(Spec):
     """The float32 matrix per head, (heads, key_dim, value_dim), of one Gated DeltaNet layer with so many key heads."""
 
     key_heads: int
@@ -215,11 +238,10 @@ class DeltaSpec(RecurrentSpec):
         return self.matrix_bytes
 
 
-Spec = KVSpec | LatentSpec | ConvSpec | DeltaSpec
 LayerSpec = Mapping[str, Spec]
 
 
-def grows(s: Spec) -> bool:
+def grows(s: Spec) -> TypeGuard[RowSpec]:
     """Test whether a state grows with the tokens read."""
     return s.kind is not Kind.RECURS
 

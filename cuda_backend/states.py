@@ -20,10 +20,10 @@ from common.storage import (
     KVSpec,
     LatentSpec,
     LayerSpec,
-    RecurrentSpec,
     RowSpec,
     Spec,
     all_specs,
+    grows,
 )
 from cuda_backend.caches.kv import KVStore, kv_planes
 from cuda_backend.caches.latent import LatentStore, latent_planes
@@ -268,7 +268,7 @@ def may_capture(spec: Sequence[LayerSpec]) -> bool:
 
     Rings are copied from where they begin, and rows in codes are read beside exact ones, some of which lie in a ring.
     """
-    full = [s for s in all_specs(spec) if not isinstance(s, RecurrentSpec)]
+    full = [s for s in all_specs(spec) if grows(s)]
     return all(type(s) is KVSpec and s.window is None and not s.is_packed for s in full)
 
 
@@ -314,6 +314,7 @@ def _layer_bytes(spec: Spec, slots: int, capacity: int, pages: int) -> int:
             return exact + _rows_bytes(kv_planes(spec, 1, all_places(capacity)), pages)
         case ConvSpec() | DeltaSpec():
             return slots * 8 * state_size(spec)
+    raise TypeError(f"{spec} has no state")
 
 
 def _rows_bytes(planes: Planes, pages: int) -> int:

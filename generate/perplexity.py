@@ -29,7 +29,7 @@ from common.perplexity import (
     score,
     scored_targets,
 )
-from common.storage import KVSpec, RowSpec, all_specs
+from common.storage import all_specs, grows
 from common.tokenizer import Tokenizer, load_tokenizer
 from generate.backends import open_model, placement_of
 from generate.caches import cache_of, with_cache
@@ -89,8 +89,7 @@ def _load(path: Path, args: argparse.Namespace) -> tuple[Model, Tokenizer]:
 
 def _exact_tokens(model: Model) -> int:
     """Count the tokens of a sequence up to which nothing is read from the codes of a compressed cache."""
-    specs = [s for s in all_specs(model.state_spec) if isinstance(s, RowSpec) and s.is_packed]
-    return min((s.packing.first + s.packing.recent if isinstance(s, KVSpec) else 0 for s in specs), default=0)
+    return min((s.packing.exact for s in all_specs(model.state_spec) if grows(s) and s.is_packed), default=0)
 
 
 def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:

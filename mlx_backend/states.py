@@ -111,7 +111,10 @@ def _layer_state(s: Spec, dtype: mx.Dtype) -> LayerState:
         if isinstance(s, KVSpec) and s.packing.keeps_exact:
             return MlxPacked(s, dtype)
         return MlxRows(s, dtype)
-    return MlxConv(s, dtype) if isinstance(s, ConvSpec) else MlxDelta(s)
+    if isinstance(s, ConvSpec):
+        return MlxConv(s, dtype)
+    assert isinstance(s, DeltaSpec)
+    return MlxDelta(s)
 
 
 def state_bytes(spec: Sequence[LayerSpec], tokens: int, rows: int, item: int) -> int:

@@ -9,7 +9,7 @@ from common.kv_cache import with_window
 from common.models import Model
 from common.ops import Array, Ops
 from common.step import Pool, State, Step
-from common.storage import Kind, LatentSpec, LayerSpec
+from common.storage import Kind, LayerSpec, all_specs, grows
 
 SINKS = 4  # first tokens that a bounded cache keeps: attention rests on them (Xiao et al., arXiv 2309.17453)
 
@@ -75,7 +75,7 @@ def _with_ops(model: Model, wrapper: type[Windowed], name: str, value: int, leas
     if not isinstance(model, Model):
         raise UsageError(f"{name}: a model run by mlx-lm has no such window")
     spec = model.definition.state_spec(model.config)
-    if any(isinstance(s, LatentSpec) for layer in spec for s in layer.values()):
+    if any(grows(s) and not s.can_wrap for s in all_specs(spec)):
         raise UsageError(f"{name}: the latent attention of {model.architecture} has no window")
     ops: Any = wrapper(model.ops, value - sinks)
     return replace(model, ops=ops)
