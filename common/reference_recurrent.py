@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from common.step import Parts, Shape
+from common.step import NoRows, Parts, Shape
 from common.storage import ConvSpec, DeltaSpec
 
 
-class NumpyConv:
+class NumpyConv(NoRows):
     """The last taps - 1 committed inputs, oldest first; zeros before the first token."""
 
     def __init__(self, spec: ConvSpec):
@@ -26,14 +26,8 @@ class NumpyConv:
     def restore(self, snapshot: Any) -> None:
         self.tail = snapshot.copy()
 
-    def row_shapes(self, tokens: int) -> list[Shape]:
-        return []
-
     def point_shapes(self, length: int) -> list[Shape]:
         return [(self.tail.shape, self.tail.dtype)]
-
-    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
-        return []
 
     def save_point(self) -> list[np.ndarray]:
         return [self.tail.copy()]
@@ -47,7 +41,7 @@ class NumpyConv:
         return self.tail.nbytes
 
 
-class NumpyDelta:
+class NumpyDelta(NoRows):
     """The recurrent matrix per head, (Hv, Dk, Dv), and what the step's rows would make of it."""
 
     def __init__(self, spec: DeltaSpec):
@@ -69,14 +63,8 @@ class NumpyDelta:
     def restore(self, snapshot: Any) -> None:
         self.matrix = snapshot.copy()
 
-    def row_shapes(self, tokens: int) -> list[Shape]:
-        return []
-
     def point_shapes(self, length: int) -> list[Shape]:
         return [(self.matrix.shape, self.matrix.dtype)]
-
-    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
-        return []
 
     def save_point(self) -> list[np.ndarray]:
         return [self.matrix.copy()]

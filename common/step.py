@@ -163,6 +163,16 @@ class LayerState(Protocol):
     def nbytes(self) -> int: ...
 
 
+class NoRows:
+    """Base of states of a fixed size, which are saved as a point."""
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return []
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+        return []
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """A point to which a state can be restored; `rewinds` counts the restores before it was taken."""

@@ -30,8 +30,8 @@ from mlx_backend.logits import best_and_entropy, best_of_rows, sampled
 from mlx_backend.packed import MlxPacked
 from mlx_backend.quantized import Blocks
 from mlx_backend.rows import MlxRows
-from mlx_backend.sizes import work_bytes
-from mlx_backend.states import MlxDelta, new_state, state_bytes
+from mlx_backend.state_table import new_state, state_bytes, work_bytes
+from mlx_backend.states import MlxDelta
 from mlx_backend.weights import GGUF_MAPPING, MODES, Packed, held_bytes, load_matrix, nbytes
 
 COPIED = 2**26  # float32 numbers that are copied to measure bandwidth: far more than a cache holds

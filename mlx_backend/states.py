@@ -1,4 +1,4 @@
-"""One sequence's memory in MLX arrays: keys and values, convolution tails, delta matrices."""
+"""One sequence's memory in MLX arrays: convolution tails, delta matrices; rows.py and packed.py have the rest."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,17 +6,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from common.step import LayerState, Parts, Shape, State
-from common.storage import ConvSpec, DeltaSpec, KVSpec, LayerSpec, RowSpec, Spec, all_specs
-from mlx_backend.packed import MlxPacked
+from common.step import NoRows, Parts, Shape, State
+from common.storage import ConvSpec, DeltaSpec
 from mlx_backend.recurrent import Rows, replay
-from mlx_backend.rows import MlxRows, rows_held
 from mlx_backend.saved import from_host, shape_of, to_host
 
 PREFILL = 32  # rows of a commit from which it is a prompt's
 
 
-class MlxConv:
+class MlxConv(NoRows):
     """The last taps - 1 committed inputs, oldest first; zeros before the first token. Never written in place."""
 
     def __init__(self, spec: ConvSpec, dtype: mx.Dtype):
@@ -37,14 +35,8 @@ class MlxConv:
     def restore(self, snapshot: Any) -> None:
         self.tail = self.stream = snapshot
 
-    def row_shapes(self, tokens: int) -> list[Shape]:
-        return []
-
     def point_shapes(self, length: int) -> list[Shape]:
         return [shape_of(self.tail)]
-
-    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
-        return []
 
     def save_point(self) -> list[np.ndarray]:
         return [to_host(self.tail)]
@@ -61,7 +53,7 @@ class MlxConv:
         return self.tail.nbytes
 
 
-class MlxDelta:
+class MlxDelta(NoRows):
     """The recurrent matrix per head as MLX lays it, (Hv, Dv, Dk) float32, and the step's rows for a replay."""
 
     def __init__(self, spec: DeltaSpec):
@@ -82,14 +74,8 @@ class MlxDelta:
         self.matrix = snapshot
         self.rows = self.after = None
 
-    def row_shapes(self, tokens: int) -> list[Shape]:
-        return []
-
     def point_shapes(self, length: int) -> list[Shape]:
         return [shape_of(self.matrix)]
-
-    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
-        return []
 
     def save_point(self) -> list[np.ndarray]:
         return [to_host(self.matrix)]
@@ -106,38 +92,8 @@ class MlxDelta:
         return self.matrix.nbytes
 
 
-def _layer_state(s: Spec, dtype: mx.Dtype) -> LayerState:
-    if isinstance(s, RowSpec):
-        if isinstance(s, KVSpec) and s.packing.keeps_exact:
-            return MlxPacked(s, dtype)
-        return MlxRows(s, dtype)
-    if isinstance(s, ConvSpec):
-        return MlxConv(s, dtype)
-    assert isinstance(s, DeltaSpec)
-    return MlxDelta(s)
-
-
-def state_bytes(spec: Sequence[LayerSpec], tokens: int, rows: int, item: int) -> int:
-    """Predict `MlxState.nbytes` once `tokens` tokens have been read in steps of `rows`; a number takes `item`."""
-    total = 0
-    for s in all_specs(spec):
-        if isinstance(s, RowSpec):
-            apart = min(tokens, s.sinks)  # rows that stay when rows before the window go
-            total += (rows_held(tokens, rows, s.window, s.sinks) + apart) * s.row_bytes(item)
-            if isinstance(s, KVSpec) and s.packing.keeps_exact:
-                beside = state_bytes([{"exact": s.exact}], tokens, rows, item)
-                total += beside + s.exact_bytes(tokens, item) - s.exact.bytes(tokens, item)  # and the calibration
-        else:
-            total += s.bytes(tokens, item)
-    return total
-
-
 class MlxState(State):
     def commit(self, path: Sequence[int] | np.ndarray) -> None:
         super().commit(path)
         if len(path) > PREFILL:  # else the graph of all chunks would be built before the first is computed
             mx.eval([array for state in self._all() for array in state.arrays])  # type: ignore[attr-defined]
-
-
-def new_state(spec: Sequence[LayerSpec], capacity: int, dtype: mx.Dtype) -> MlxState:
-    return MlxState([{name: _layer_state(s, dtype) for name, s in layer.items()} for layer in spec], capacity)
