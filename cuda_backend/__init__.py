@@ -42,6 +42,7 @@ Memory, weights and states
     background_copies.py  copies to the host while steps go on
     weights.py            matrices in their block types
     states.py             a pool of slots for the states of sequences
+    state_table.py        what each class of specs is kept as, and what that takes
     caches/               what a pool holds: keys and values, windows, latents, recurrent states; pages and formats
     exact.py              the rows of a compressed cache that attention reads exactly
     experts.py            hot experts in GPU memory, all experts in host memory

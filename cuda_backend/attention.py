@@ -1,7 +1,6 @@
 """Attention: keys and values into the cache, rows over pieces of the past, and the pieces added up."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,11 +8,10 @@ import numpy as np
 from common.block_sparse import BLOCK
 from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS
-from common.storage import KVSpec, LatentSpec, LayerSpec, all_specs
 from cuda_backend.arrays import Array
 from cuda_backend.caches.formats import format_defines, packed_bytes, turn_back
 from cuda_backend.caches.kv import KV, KVStore
-from cuda_backend.caches.planes import HALF, Places, Plane, Planes, of_slot, plane_of
+from cuda_backend.caches.planes import HALF, Plane, Planes, of_slot
 from cuda_backend.caches.window import rolled, unrolled
 from cuda_backend.context import Context
 from cuda_backend.exact import NO_EXACT, ExactStep, calibrated, close_exact, open_exact
@@ -21,7 +19,6 @@ from cuda_backend.launch import kernel
 from cuda_backend.layout import (
     ONE_ROW_CODES,
     SPLIT_TILE,
-    latent_tiles,
     most_sums_bytes,
     one_row_tiles,
     padded,
@@ -63,16 +60,6 @@ class Pieces(NamedTuple):
     shares: int
     trunk: int
     turn_back: int = 0
-
-
-def check_room(card: Card, spec: Sequence[LayerSpec]) -> None:
-    """Refuse caches whose rows a card's shared memory cannot take; BimetalError."""
-    for width in {padded(s.latent_dim) + padded(s.rope_dim) for s in all_specs(spec) if isinstance(s, LatentSpec)}:
-        latent_tiles(card, width)
-    for s in dict.fromkeys(s for s in all_specs(spec) if isinstance(s, KVSpec)):
-        keys, values = (plane_of(plane, 1, Places(0, 1)) for plane in s.planes)
-        packed = packed_bytes(keys, values)
-        split_tiles(card, keys.width, split_rows(card, keys.width, 32, packed), packed)
 
 
 def attention(

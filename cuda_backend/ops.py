@@ -32,6 +32,7 @@ from cuda_backend.launch import kernels_built
 from cuda_backend.layout import UNITS
 from cuda_backend.memory import Memory, give_back, give_back_blocks, room, upload
 from cuda_backend.replay import BUCKETS, bucket
+from cuda_backend.state_table import check_room
 from cuda_backend.states import CudaPool, may_capture, pool_bytes, state_bytes
 from cuda_backend.upload import BUFFERS, Uploader
 from cuda_backend.weights import Weight
@@ -178,7 +179,7 @@ class CudaOps(Ops):
         tokens   that all of them may hold together, at least one whole context; None: each may hold `capacity`
         batches  micro-batches, whose steps alternate
         """
-        attending.check_room(self.context.card, spec)
+        check_room(self.context.card, spec)
         give_back_blocks()  # CuPy's pool would cut blocks of earlier states, whose rests nothing fits into
         apply_paths = partial(recurrent.apply_paths, self.context)
         return CudaPool(spec, slots, capacity, apply_paths, self.context.stream, tokens, batches)

@@ -13,29 +13,17 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.step import Parts, Shape, State, Step
-from common.storage import (
-    ConvSpec,
-    DeltaSpec,
-    Kind,
-    KVSpec,
-    LatentSpec,
-    LayerSpec,
-    RowSpec,
-    Spec,
-    all_specs,
-    grows,
-)
-from cuda_backend.caches.kv import KVStore, kv_planes
-from cuda_backend.caches.latent import LatentStore, latent_planes
-from cuda_backend.caches.packed import PackedStore, exact_bytes, keeps_exact
+from common.storage import Kind, LayerSpec, Spec, all_specs, grows
+from cuda_backend.caches.kv import KVStore
+from cuda_backend.caches.packed import PackedStore
 from cuda_backend.caches.pages import Pages, page_count
-from cuda_backend.caches.planes import PAGE, Planes, all_places, check_capacity, page_bytes, planes_bytes
-from cuda_backend.caches.recurrent import Recurrent, rows_bytes, state_size
-from cuda_backend.caches.window import WindowStore, window_bytes
+from cuda_backend.caches.planes import PAGE, check_capacity
+from cuda_backend.caches.recurrent import Recurrent, recurrent_bytes
 from cuda_backend.launch import Stream
 from cuda_backend.memory import room
 from cuda_backend.replay import RunInput, graphs
 from cuda_backend.runs import MAX_RUNS, Run, runs_of
+from cuda_backend.state_table import store_of
 
 
 class CudaPool:
@@ -68,8 +56,8 @@ class CudaPool:
         self.slots, self.capacity, self.copies = slots, capacity, stream.copies
         self.lengths, self.vacant = [0] * slots, list(range(slots))
         flat = [(i, name, s) for i, layer in enumerate(spec) for name, s in layer.items()]
-        cached = [(i, name, s) for i, name, s in flat if isinstance(s, RowSpec)]
-        recurrent = [(i, name, s) for i, name, s in flat if isinstance(s, ConvSpec | DeltaSpec)]
+        cached = [(i, name, s) for i, name, s in flat if grows(s)]
+        recurrent = [(i, name, s) for i, name, s in flat if not grows(s)]
         layers: list[dict[str, Any]] = [{} for _ in spec]
         self.pages: Pages | None = None
         if slots > 1 and any(in_pages(s) for _, _, s in cached):
@@ -77,13 +65,14 @@ class CudaPool:
         self.stores: list[Any] = []
         for shape in dict.fromkeys(s for _, _, s in cached):
             alike = [(i, name) for i, name, s in cached if s == shape]
-            store = _store_of(shape, len(alike), capacity, self.lengths, stream, self.pages)
+            pages = self.pages if in_pages(shape) else None
+            store = store_of(shape)(shape, len(alike), capacity, self.lengths, stream, pages)
             self.stores.append(store)
             for n, (i, name) in enumerate(alike):
                 layers[i][name] = store.layer(n)
         self.recurrent: Recurrent | None = None
         if recurrent:
-            self.recurrent = Recurrent([s for _, _, s in recurrent], slots, apply_paths, stream, batches)
+            self.recurrent = Recurrent([(store_of(s), s) for _, _, s in recurrent], slots, apply_paths, stream, batches)
             self.stores.append(self.recurrent)
             for handle, (i, name, _) in zip(self.recurrent.layers(), recurrent, strict=True):
                 layers[i][name] = handle
@@ -268,8 +257,7 @@ def may_capture(spec: Sequence[LayerSpec]) -> bool:
 
     Rings are copied from where they begin, and rows in codes are read beside exact ones, some of which lie in a ring.
     """
-    full = [s for s in all_specs(spec) if grows(s)]
-    return all(type(s) is KVSpec and s.window is None and not s.is_packed for s in full)
+    return all(store_of(s) is KVStore and not s.is_packed for s in all_specs(spec) if grows(s))
 
 
 def state_bytes(spec: Sequence[LayerSpec], capacity: int) -> int:
@@ -283,40 +271,11 @@ def pool_bytes(
     """Device bytes of a CudaPool, without building it."""
     check_capacity(capacity)
     pages = page_count(slots, capacity, tokens) if slots > 1 else 0
-    recurrent = [s for s in all_specs(spec) if isinstance(s, ConvSpec | DeltaSpec)]
-    return sum(_layer_bytes(s, slots, capacity, pages) for s in all_specs(spec)) + rows_bytes(recurrent, batches)
+    recurrent = [(store_of(s), s) for s in all_specs(spec) if not grows(s)]
+    rows = sum(store_of(s).layer_bytes(s, slots, capacity, pages) for s in all_specs(spec) if grows(s))
+    return rows + recurrent_bytes(recurrent, slots, batches)
 
 
 def in_pages(spec: Spec) -> bool:
     """Test whether rows of a spec are stored in pages in a pool of several sequences: rows that append."""
     return spec.kind is Kind.APPENDS
-
-
-def _store_of(
-    spec: RowSpec, layers: int, capacity: int, lengths: list[int], stream: Stream, pages: Pages | None
-) -> KVStore | LatentStore:
-    if isinstance(spec, LatentSpec):
-        return LatentStore(spec, layers, capacity, lengths, stream, pages)
-    assert isinstance(spec, KVSpec)
-    if spec.window is not None:
-        return WindowStore(spec, layers, capacity, lengths, stream)
-    return (PackedStore if keeps_exact(spec) else KVStore)(spec, layers, capacity, lengths, stream, pages)
-
-
-def _layer_bytes(spec: Spec, slots: int, capacity: int, pages: int) -> int:
-    match spec:
-        case LatentSpec():
-            return _rows_bytes(latent_planes(spec, 1, capacity), pages)
-        case KVSpec():
-            if spec.window is not None:
-                return window_bytes(spec, slots, capacity)
-            exact = exact_bytes(spec, slots, capacity) if keeps_exact(spec) else 0
-            return exact + _rows_bytes(kv_planes(spec, 1, all_places(capacity)), pages)
-        case ConvSpec() | DeltaSpec():
-            return slots * 8 * state_size(spec)
-    raise TypeError(f"{spec} has no state")
-
-
-def _rows_bytes(planes: Planes, pages: int) -> int:
-    """Count the bytes of one layer's rows: of so many pages, or without pages of one sequence's whole context."""
-    return pages * page_bytes(planes) or planes_bytes(planes)

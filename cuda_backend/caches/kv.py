@@ -6,18 +6,8 @@ from typing import Any
 
 from common.errors import BimetalError
 from common.storage import KVSpec
-from cuda_backend.caches.pages import Pages
-from cuda_backend.caches.planes import (
-    Places,
-    Plane,
-    Planes,
-    all_places,
-    check_capacity,
-    plane_of,
-    rows_held,
-)
+from cuda_backend.caches.planes import Places, Plane, Planes, all_places, plane_of, rows_held
 from cuda_backend.caches.rows import RowStore
-from cuda_backend.launch import Stream
 from cuda_backend.runs import Run
 
 
@@ -43,23 +33,23 @@ class KVStore(RowStore):
     is_ring  later positions overwrite earlier ones: WindowStore
     """
 
-    def __init__(
-        self,
-        spec: KVSpec,
-        layers: int,
-        capacity: int,
-        lengths: list[int],
-        stream: Stream,
-        pages: Pages | None = None,
-    ):
-        check_capacity(capacity)
-        self.spec, self.layers = spec, layers
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self.window, self.is_ring = (0, 0), False
-        self.places, self.most = self.places_of(capacity), rows_held(capacity)
-        super().__init__(kv_planes(spec, layers, self.places), lengths, stream, pages)
+        self.places, self.most = self.places_of(self.spec, self.capacity), rows_held(self.capacity)
 
-    def places_of(self, capacity: int) -> Places:
+    @classmethod
+    def places_of(cls, spec: KVSpec, capacity: int) -> Places:
         return all_places(capacity)
+
+    @classmethod
+    def planes_of(cls, spec: KVSpec, layers: int, capacity: int) -> Planes:
+        if spec.key_dim != spec.value_dim or spec.key_dim > 256:
+            raise BimetalError(
+                f"attention keys are {spec.key_dim} and values {spec.value_dim} wide; "
+                "the CUDA kernels take equal widths up to 256"
+            )
+        return tuple(plane_of(plane, layers, cls.places_of(spec, capacity)) for plane in spec.planes)
 
     def layer(self, i: int) -> KV:
         keys, values = self.parts_of(i, self.planes)
@@ -71,13 +61,3 @@ class KVStore(RowStore):
 
     def note_step(self, runs: Sequence[Run]) -> None:
         """Note a step that is about to be launched."""
-
-
-def kv_planes(spec: KVSpec, layers: int, places: Places) -> Planes:
-    """Describe the planes of keys and values of `layers` layers; no memory is allocated."""
-    if spec.key_dim != spec.value_dim or spec.key_dim > 256:
-        raise BimetalError(
-            f"attention keys are {spec.key_dim} and values {spec.value_dim} wide; "
-            "the CUDA kernels take equal widths up to 256"
-        )
-    return tuple(plane_of(plane, layers, places) for plane in spec.planes)

@@ -6,17 +6,8 @@ In a compressed cache latents have a plane of their own in its format, and roped
 from dataclasses import dataclass
 
 from common.storage import NATIVE, LatentSpec
-from cuda_backend.caches.pages import Pages
-from cuda_backend.caches.planes import (
-    HALF,
-    Plane,
-    Planes,
-    all_places,
-    check_capacity,
-    plane_of,
-)
+from cuda_backend.caches.planes import HALF, Plane, Planes, all_places, plane_of
 from cuda_backend.caches.rows import RowStore
-from cuda_backend.launch import Stream
 from cuda_backend.layout import padded
 
 
@@ -41,28 +32,14 @@ class Latent:
 class LatentStore(RowStore):
     """The rows of all layers of one shape, [slot or page][layer][place][row]."""
 
-    def __init__(
-        self,
-        spec: LatentSpec,
-        layers: int,
-        capacity: int,
-        lengths: list[int],
-        stream: Stream,
-        pages: Pages | None = None,
-    ):
-        check_capacity(capacity)
-        self.spec, self.layers = spec, layers
-        super().__init__(latent_planes(spec, layers, capacity), lengths, stream, pages)
+    @classmethod
+    def planes_of(cls, spec: LatentSpec, layers: int, capacity: int) -> Planes:
+        places = all_places(capacity)
+        if spec.latent_format in (NATIVE, HALF) and not spec.rotate_latent:
+            width = padded(spec.latent_dim) + padded(spec.rope_dim)
+            return (Plane(0, layers, 2 * width, width, places),)
+        return tuple(plane_of(plane, layers, places) for plane in spec.planes)
 
     def layer(self, i: int) -> Latent:
         parts = [plane.part(i, 1) for plane in self.planes]
         return Latent(parts[0], parts[-1], self)
-
-
-def latent_planes(spec: LatentSpec, layers: int, capacity: int) -> Planes:
-    """Describe the planes of latent rows of `layers` layers; no memory is allocated."""
-    places = all_places(capacity)
-    if spec.latent_format in (NATIVE, HALF) and not spec.rotate_latent:
-        width = padded(spec.latent_dim) + padded(spec.rope_dim)
-        return (Plane(0, layers, 2 * width, width, places),)
-    return tuple(plane_of(plane, layers, places) for plane in spec.planes)

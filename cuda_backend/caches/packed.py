@@ -13,9 +13,8 @@ import numpy as np
 from common.step import Parts, Shape
 from common.storage import LEAST_USE, NATIVE, KVSpec, Packing
 from cuda_backend.caches.kv import KV, KVStore
-from cuda_backend.caches.pages import Pages
 from cuda_backend.caches.planes import HALF, Plane, copy
-from cuda_backend.caches.window import WindowStore, window_bytes
+from cuda_backend.caches.window import WindowStore
 from cuda_backend.launch import Stream, kernel
 from cuda_backend.memory import Memory, copy_in
 from cuda_backend.runs import Run
@@ -46,22 +45,23 @@ class PackedStore(KVStore):
     calibrates whether the step noted last completes the calibrating rows, and encodes keys with their statistics
     """
 
-    def __init__(
-        self,
-        spec: KVSpec,
-        layers: int,
-        capacity: int,
-        lengths: list[int],
-        stream: Stream,
-        pages: Pages | None = None,
-    ):
-        super().__init__(spec, layers, capacity, lengths, stream, pages)
-        self.exact = WindowStore(exact_spec(spec), layers, capacity, lengths, stream)
-        self.slot_stats = stats_bytes(spec, layers)
-        self.stats = Memory(len(lengths) * self.slot_stats, stream)
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.exact = WindowStore(exact_spec(self.spec), self.layers, self.capacity, self.lengths, self.stream)
+        self.slot_stats = stats_bytes(self.spec, self.layers)
+        self.stats = Memory(len(self.lengths) * self.slot_stats, self.stream)
         self.calibrates = False
-        for slot in range(len(lengths)):
+        for slot in range(len(self.lengths)):
             self.clear(slot)
+
+    @classmethod
+    def layer_bytes(cls, spec: KVSpec, slots: int, capacity: int, pages: int = 0) -> int:
+        beside = WindowStore.layer_bytes(exact_spec(spec), slots, capacity) + slots * stats_bytes(spec, 1)
+        return super().layer_bytes(spec, slots, capacity, pages) + beside
+
+    @classmethod
+    def copied_bytes(cls, spec: KVSpec, capacity: int) -> int:
+        return WindowStore.copied_bytes(exact_spec(spec), capacity) + stats_bytes(spec, 1)
 
     @property
     def calibration(self) -> int:
@@ -172,8 +172,3 @@ def exact_spec(spec: KVSpec) -> KVSpec:
 
 def stats_bytes(spec: KVSpec, layers: int) -> int:
     return 8 * layers * spec.kv_heads * spec.key_dim if spec.packing.calibration else 8
-
-
-def exact_bytes(spec: KVSpec, slots: int, capacity: int) -> int:
-    """Count the device bytes of one layer's exact rows and statistics."""
-    return window_bytes(exact_spec(spec), slots, capacity) + slots * stats_bytes(spec, 1)

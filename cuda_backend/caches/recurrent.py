@@ -4,7 +4,7 @@ States come in pairs: a step reads one, and writes what the last commit made of 
 `commit` only notes the path and swaps the two.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,20 @@ class Conv:
     spec: ConvSpec
     store: "Recurrent"
 
+    @staticmethod
+    def size(spec: ConvSpec) -> int:
+        """Elements of one layer's state."""
+        return -(-(spec.taps - 1) * spec.channels // 64) * 64
+
+    @staticmethod
+    def row_parts(spec: ConvSpec) -> tuple[int, ...]:
+        """Elements that one row of a step leaves: the convolution's input."""
+        return (spec.channels,)
+
+    @staticmethod
+    def copied_bytes(spec: ConvSpec, capacity: int) -> int:
+        return 0
+
 
 @dataclass(frozen=True)
 class Delta:
@@ -51,6 +65,27 @@ class Delta:
     factors: int
     spec: DeltaSpec
     store: "Recurrent"
+
+    @staticmethod
+    def size(spec: DeltaSpec) -> int:
+        if spec.key_dim > 256 or spec.key_dim % 4 or spec.value_dim % 4:
+            raise BimetalError(
+                f"Gated DeltaNet keys are {spec.key_dim} and values {spec.value_dim} wide; "
+                "the CUDA kernels take multiples of 4, keys up to 256"
+            )
+        return -(-spec.heads * padded(spec.key_dim) * spec.value_dim // 64) * 64
+
+    @staticmethod
+    def row_parts(spec: DeltaSpec) -> tuple[int, ...]:
+        """Elements that one row of a step leaves: the rule's key, change and factor."""
+        return spec.key_heads * padded(spec.key_dim), spec.heads * spec.value_dim, spec.heads
+
+    @staticmethod
+    def copied_bytes(spec: DeltaSpec, capacity: int) -> int:
+        return spec.matrix_bytes
+
+
+Kinds = Sequence[tuple[Any, Any]]  # of each layer Conv or Delta, and its spec
 
 
 @dataclass
@@ -77,6 +112,7 @@ class Pair:
 class Recurrent:
     """The recurrent states of all layers.
 
+    kinds   class and spec of each layer
     memory  per slot two states of all layers, a pair
     rows    what the rows of a step left, in one of two stores, which all slots share: the next step fills the other
             one. Where steps of several micro-batches alternate, each of these has two stores of its own, s and 1 - s
@@ -85,35 +121,31 @@ class Recurrent:
 
     def __init__(
         self,
-        specs: Sequence[ConvSpec | DeltaSpec],
+        kinds: Kinds,
         slots: int,
         apply_paths: Callable[["Recurrent", Sequence[int]], None],
         stream: Stream,
         batches: int = 1,
     ):
-        self.specs, self.apply_paths, self.stream = specs, apply_paths, stream
+        self.kinds, self.apply_paths, self.stream = kinds, apply_paths, stream
         self.pairs, self.newest = [Pair() for _ in range(slots)], 1
         self.batches = batches
         self._stores = list(range(1 - batches, batches + 1))  # the one that was filled last comes last
-        self.flip = sum(map(state_size, specs))  # elements of one of two
+        self.flip = sum(layer.size(spec) for layer, spec in kinds)  # elements of one of two
         self.memory = zeros(2 * slots * self.flip * 4, stream)
-        self.rows = zeros(rows_bytes(specs, batches), stream)
+        self.rows = zeros(rows_bytes(kinds, batches), stream)
 
     def layers(self) -> list[Conv | Delta]:
         """Each layer's, which hold this one; not held here, so that the memory goes with the last of them."""
         layers: list[Conv | Delta] = []
         at, row_at, batches = self.memory.address, self.rows.address, self.batches
-        for spec in self.specs:
+        for layer, spec in self.kinds:
             parts = []  # where store 0 of each begins, behind the stores of numbers below 0
-            for n in row_parts(spec):
+            for n in layer.row_parts(spec):
                 parts.append(row_at + (batches - 1) * 4 * MAX_DECODE_ROWS * n)
                 row_at += batches * 8 * MAX_DECODE_ROWS * n
-            if isinstance(spec, ConvSpec):
-                layers.append(Conv(at, self.flip, parts[0], spec, self))
-            else:
-                keys, changes, factors = parts
-                layers.append(Delta(at, self.flip, keys, changes, factors, spec, self))
-            at += 4 * state_size(spec)
+            layers.append(layer(at, self.flip, *parts, spec, self))
+            at += 4 * layer.size(spec)
         return layers
 
     def note_step(self, step: Step, runs: Sequence[Run]) -> None:
@@ -254,24 +286,11 @@ class Recurrent:
         return self.memory.nbytes + self.rows.nbytes
 
 
-def state_size(spec: ConvSpec | DeltaSpec) -> int:
-    if isinstance(spec, ConvSpec):
-        return -(-(spec.taps - 1) * spec.channels // 64) * 64
-    if spec.key_dim > 256 or spec.key_dim % 4 or spec.value_dim % 4:
-        raise BimetalError(
-            f"Gated DeltaNet keys are {spec.key_dim} and values {spec.value_dim} wide; "
-            "the CUDA kernels take multiples of 4, keys up to 256"
-        )
-    return -(-spec.heads * padded(spec.key_dim) * spec.value_dim // 64) * 64
-
-
-def row_parts(spec: ConvSpec | DeltaSpec) -> tuple[int, ...]:
-    """Elements that one row of a step leaves: the convolution's input, or the rule's key, change and factor."""
-    if isinstance(spec, ConvSpec):
-        return (spec.channels,)
-    return spec.key_heads * padded(spec.key_dim), spec.heads * spec.value_dim, spec.heads
-
-
-def rows_bytes(specs: Iterable[ConvSpec | DeltaSpec], batches: int) -> int:
+def rows_bytes(kinds: Kinds, batches: int) -> int:
     """Device bytes of the rows of steps, for so many micro-batches whose steps alternate."""
-    return 8 * batches * MAX_DECODE_ROWS * sum(sum(row_parts(spec)) for spec in specs)
+    return 8 * batches * MAX_DECODE_ROWS * sum(sum(layer.row_parts(spec)) for layer, spec in kinds)
+
+
+def recurrent_bytes(kinds: Kinds, slots: int, batches: int) -> int:
+    """Device bytes of a Recurrent."""
+    return 8 * slots * sum(layer.size(spec) for layer, spec in kinds) + rows_bytes(kinds, batches)

@@ -8,8 +8,10 @@ from common.step import Parts, Shape
 from cuda_backend.caches.pages import Pages
 from cuda_backend.caches.planes import (
     Planes,
+    check_capacity,
     move_path,
     of_slot,
+    page_bytes,
     planes_bytes,
     read_rows,
     shapes_of,
@@ -27,13 +29,40 @@ class RowStore:
     pages    that the rows lie in; None: each slot has memory for all of its places
     """
 
-    def __init__(self, shape: Planes, lengths: list[int], stream: Stream, pages: Pages | None = None):
+    def __init__(
+        self,
+        spec: Any,
+        layers: int,
+        capacity: int,
+        lengths: list[int],
+        stream: Stream,
+        pages: Pages | None = None,
+    ):
+        check_capacity(capacity)
+        self.spec, self.layers, self.capacity = spec, layers, capacity
         self.stream, self.lengths, self.pages = stream, lengths, pages
+        shape = self.planes_of(spec, layers, capacity)
         if pages:
             self.memory, self.planes = pages.store(shape)
         else:
             self.memory = zeros(len(lengths) * planes_bytes(shape), stream)
             self.planes = slots_at(self.memory.address, shape)
+
+    @classmethod
+    def planes_of(cls, spec: Any, layers: int, capacity: int) -> Planes:
+        """Describe the planes of `layers` layers; no memory is allocated."""
+        raise NotImplementedError
+
+    @classmethod
+    def layer_bytes(cls, spec: Any, slots: int, capacity: int, pages: int = 0) -> int:
+        """Predict the device bytes of one layer: of so many pages, or without pages of one sequence's whole context."""
+        planes = cls.planes_of(spec, 1, capacity)
+        return pages * page_bytes(planes) or planes_bytes(planes)
+
+    @classmethod
+    def copied_bytes(cls, spec: Any, capacity: int) -> int:
+        """Predict the bytes of a layer in a snapshot."""
+        return 0
 
     def commit(self, slot: int, path: np.ndarray) -> None:
         if path.tolist() != list(range(len(path))):  # else its rows lie where they belong

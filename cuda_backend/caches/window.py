@@ -12,7 +12,7 @@ import numpy as np
 
 from common.step import MAX_DECODE_ROWS, Parts, Shape
 from common.storage import KVSpec
-from cuda_backend.caches.kv import KV, KVStore, kv_planes
+from cuda_backend.caches.kv import KV, KVStore
 from cuda_backend.caches.planes import (
     TILE,
     Places,
@@ -40,15 +40,28 @@ NOT_IN_PART = f"a step of {{}} rows is kept whole or not at all; up to {MAX_DECO
 class WindowStore(KVStore):
     """The caches of all layers of one window; a window longer than the context needs no ring."""
 
-    def __init__(self, spec: KVSpec, layers: int, capacity: int, lengths: list[int], stream: Stream):
-        super().__init__(spec, layers, capacity, lengths, stream)
-        self.window, self.is_ring = (spec.window or 0, spec.sinks), self.places.capacity < self.most
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.window, self.is_ring = (self.spec.window or 0, self.spec.sinks), self.places.capacity < self.most
         self.slot_bytes = planes_bytes(self.planes)
-        self.after = zeros(self.slot_bytes, stream) if self.is_ring else None
-        self.step_rows = [0] * len(lengths)  # of each slot, of a prefill step that left `after`
+        self.after = zeros(self.slot_bytes, self.stream) if self.is_ring else None
+        self.step_rows = [0] * len(self.lengths)  # of each slot, of a prefill step that left `after`
 
-    def places_of(self, capacity: int) -> Places:
-        return window_places(self.spec, capacity)
+    @classmethod
+    def places_of(cls, spec: KVSpec, capacity: int) -> Places:
+        """Return places of the sinks and a ring with room for a decode step, or of all positions if these are fewer."""
+        assert spec.window is not None
+        fixed, ring = -(-spec.sinks // TILE) * TILE, -(-(spec.window + MAX_DECODE_ROWS) // TILE) * TILE
+        return Places(fixed, ring) if fixed + ring < rows_held(capacity) else all_places(capacity)
+
+    @classmethod
+    def layer_bytes(cls, spec: KVSpec, slots: int, capacity: int, pages: int = 0) -> int:
+        places = cls.places_of(spec, capacity)
+        return cls.copied_bytes(spec, capacity) * (slots + (places.capacity < rows_held(capacity)))
+
+    @classmethod
+    def copied_bytes(cls, spec: KVSpec, capacity: int) -> int:
+        return planes_bytes(cls.planes_of(spec, 1, capacity))
 
     def layer(self, i: int) -> KV:
         kv = super().layer(i)
@@ -124,19 +137,6 @@ class WindowStore(KVStore):
     @property
     def nbytes(self) -> int:
         return self.memory.nbytes + (self.slot_bytes if self.is_ring else 0)
-
-
-def window_places(spec: KVSpec, capacity: int) -> Places:
-    """Return the places of the sinks and a ring with room for a decode step, or of all positions if these are fewer."""
-    assert spec.window is not None
-    fixed, ring = -(-spec.sinks // TILE) * TILE, -(-(spec.window + MAX_DECODE_ROWS) // TILE) * TILE
-    return Places(fixed, ring) if fixed + ring < rows_held(capacity) else all_places(capacity)
-
-
-def window_bytes(spec: KVSpec, slots: int, capacity: int) -> int:
-    """Device bytes of one layer."""
-    places = window_places(spec, capacity)
-    return planes_bytes(kv_planes(spec, 1, places)) * (slots + (places.capacity < rows_held(capacity)))
 
 
 def unrolled(kv: KV, step: DeviceStep, arena: Arena, stream: Stream) -> Planes:
