@@ -215,10 +215,10 @@ class Backend(ABC):
         return 0
 
     @property
-    def built(self) -> int:
+    def built(self) -> int | None:
         """Count what steps so far have compiled or captured, for which they took longer than later ones will.
 
-        0 if the backend does not count it.
+        None if the backend does not count it.
         """
         return 0
 

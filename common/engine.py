@@ -15,7 +15,7 @@ from typing import Any
 from common.decode.alone import drafted
 from common.decode.requests import Draft, Rows
 from common.decode.speculative import new_tuner
-from common.decode.tuner import SharedTuner, TunerShare
+from common.decode.tuner import FIRST, SharedTuner, TunerShare
 from common.decoders import Speculation
 from common.errors import CLOSED, BimetalError, NoRoomError
 from common.histogram import Histogram
@@ -302,12 +302,13 @@ class Engine:
         """Return a part in the tuner that learns from calls with the options of `sequence`."""
         key = sequence.speculation, sequence.sampler.is_argmax
         if key not in self.tuners:
-            self.tuners[key] = SharedTuner(new_tuner(sequence.speculation, self.model), self._disturbances)
+            first = FIRST if self.model.ops.built is None else 1
+            self.tuners[key] = SharedTuner(new_tuner(sequence.speculation, self.model, first), self._disturbances)
         return TunerShare(self.tuners[key])
 
     def _disturbances(self) -> int:
         """Count what has taken time so far beside steps of decoding."""
-        return self._prompt_steps + self.model.ops.built
+        return self._prompt_steps + (self.model.ops.built or 0)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

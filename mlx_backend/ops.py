@@ -42,6 +42,7 @@ class MlxOps(Ops):
 
     name = "mlx"
     runs_ahead = joins = True
+    built = None  # MLX compiles kernels when arrays are computed
     cache_pairs = ALL_PAIRS
 
     def __init__(self, dtype: mx.Dtype = mx.float32):

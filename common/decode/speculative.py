@@ -16,7 +16,7 @@ from common.decode.lookup import Lookup
 from common.decode.plain import plain
 from common.decode.requests import Choose, Draft, Emit, Read, Request, Rows
 from common.decode.run import DecoderRun
-from common.decode.tuner import STRETCH, Tuner
+from common.decode.tuner import FIRST, STRETCH, Tuner
 from common.decoders import Speculation, check_draft
 from common.errors import UsageError
 from common.models import Model
@@ -38,11 +38,11 @@ def check(options: Speculation, model: Model, sampler: Sampler) -> None:
     check_draft(options.kind, isinstance(model, Pair))
 
 
-def new_tuner(options: Speculation, model: Model) -> Tuner:
-    """A tuner of the budgets that `options` allow with `model`."""
+def new_tuner(options: Speculation, model: Model, first: int = FIRST) -> Tuner:
+    """A tuner of the budgets that `options` allow with `model`; `first` as in Tuner."""
     if "tree" in options.kind:
-        return Tuner(TREE_SIZES)
-    return Tuner(model.budgets if options.decoder.needs_draft and isinstance(model, Pair) else LOOKUPS)
+        return Tuner(TREE_SIZES, first)
+    return Tuner(model.budgets if options.decoder.needs_draft and isinstance(model, Pair) else LOOKUPS, first)
 
 
 class Drafter:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 SECONDS_MEMORY, LENGTH_MEMORY = 32, 16  # steps over which the running means average
-FIRST = 3  # first steps of a size, of which only the fastest counts: the others may compile or capture
+FIRST = 3  # first steps of a size, of which only the fastest counts, where others may compile without being counted
 GAP = 2  # steps after plain ones of the same reply, which the draft's context lacks, whose lengths count for nothing
 OUTLIER = 3  # times the mean: limit of a step's time
 TRIALS = {True: 6, False: 4}  # steps of a trial: of plain decoding (True), of a budget (False)
@@ -36,10 +36,12 @@ class Tuner:
     The budgets next to the best one, and plain decoding, are tried again for a few steps from time to time, so that a
     choice can change. Trials cost at most a share of the time, SHARES: the smaller share while plain decoding is best,
     because a budget that is faster is then found by any trial.
+
+    first  FIRST, or 1 where steps that compile are not recorded
     """
 
-    def __init__(self, sizes: Sequence[int]):
-        self.sizes = tuple(sizes)
+    def __init__(self, sizes: Sequence[int], first: int = FIRST):
+        self.sizes, self.first = tuple(sizes), first
         self.lengths = {size: Mean(LENGTH_MEMORY) for size in self.sizes}
         self.seconds = {size: Mean(SECONDS_MEMORY) for size in self.sizes}
         self.switch = Mean(SECONDS_MEMORY)  # seconds more that the first plain step takes after another size
@@ -120,8 +122,8 @@ class Tuner:
         else:
             self.runs[size] += 1
             self.least[size] = min(self.least[size], seconds)
-            if self.runs[size] >= FIRST:
-                mean.add(self.least[size] if self.runs[size] == FIRST else seconds)
+            if self.runs[size] >= self.first:
+                mean.add(self.least[size] if self.runs[size] == self.first else seconds)
 
     def add_length(self, size: int, path: Sequence[int], gap: int, weight: float = 1.0) -> int:
         """Record what a step accepted, as `record`; return the gap after it.
