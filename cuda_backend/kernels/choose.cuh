@@ -33,11 +33,11 @@ __device__ __forceinline__ void biases(float (&added)[PER], const Choice& of) {
 }
 
 // Where the matrices of a stack of E lie: a lane keeps the addresses of its experts, as far as there are registers for them,
-// else they are fetched into the L2 cache.
+// else they are loaded into the L1 cache.
 #define ADDRESSES (PER <= 8 ? PER : 1)
 __device__ __forceinline__ void places(u64 (&at)[ADDRESSES], const u64* table, int E) {
     const int lane = threadIdx.x % 32;
-    if (PER > 8 && lane * 16 < E) prefetch(table + lane * 16);  // 16 addresses to a line, of 512 at most
+    if (PER > 8 && lane * 16 < E) prefetch_l1(table + lane * 16);  // 16 addresses to a line, of 512 at most
 #pragma unroll
     for (int i = 0; i < ADDRESSES; i++) at[i] = PER <= 8 && i * 32 + lane < E ? table[i * 32 + lane] : 0;
 }

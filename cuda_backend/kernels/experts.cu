@@ -76,7 +76,7 @@ experts(const u64* table, const u8* x, float* out, int N, int row_blocks, int k_
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
-    if (warp == 8 && lane * 16 < matrices) prefetch(table + lane * 16);  // 16 matrices to a line, of 512 at most
+    if (warp == 8 && lane * 16 < matrices) prefetch_l1(table + lane * 16);  // 16 matrices to a line, of 512 at most
     if (!known) depend();  // even which weights to read comes from the kernel before
     release_next();        // not before: what comes next takes the groups for granted
     __syncthreads();

@@ -111,6 +111,7 @@ inline unsigned to_bf16x2(float low, float high) { return to_bf16_bits(low) | (u
 inline void release_next() {}
 inline void depend() {}
 inline void prefetch(const void*) {}
+inline void prefetch_l1(const void*) {}
 template <class T>
 T __ldcg(const T* at) {
     return *at;
