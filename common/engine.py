@@ -241,8 +241,9 @@ class Engine:
                 return False
             self.running.append(sequence)
             sequence.slot = slot
-            self._share_rows()
-            if not sequence.begin(slot, slot.rewind(sequence.prompt, sequence.reading), self.prefixes):
+            if sequence.begin(slot, slot.rewind(sequence.prompt, sequence.reading), self.prefixes):
+                self._share_rows()
+            else:
                 logits = slot.logits_after(len(sequence.prompt)) if sequence.cached == len(sequence.prompt) else ()
                 self._decode(sequence, logits)
         except Exception as error:
@@ -346,11 +347,13 @@ class Engine:
     def _share_rows(self) -> None:
         """Divide the rows of a step among the sequences that draft, by a limit of the draft tokens of each.
 
-        While prompts are read, no sequence runs ahead.
+        While several steps of prompts are to be read, no sequence runs ahead.
         """
         runs = [each.run for each in self.running if each.run is not None]
+        reading = [each for each in self.running if each.run is None]
+        runs_ahead = not reading or (len(reading) == 1 and not reading[0].reads_twice)
         for run in runs:
-            run.runs_ahead = len(runs) == len(self.running)
+            run.runs_ahead = runs_ahead
         drafting = [run for run in runs if run.options.drafts]
         most = self.schedule.most_drafted(len(drafting), len(runs) - len(drafting)) if drafting else None
         for run in drafting:

@@ -140,6 +140,11 @@ class Sequence:
         return self.decoder is None
 
     @property
+    def reads_twice(self) -> bool:
+        """Test whether more than one step of its prompt is left to read, once it has begun."""
+        return self.slot is not None and self.reading.next_cut(self.slot.state.length) < self.end
+
+    @property
     def rows(self) -> int:
         """Rows of its next step, while it decodes."""
         return len(self.request.step) if type(self.request) is Rows else 1

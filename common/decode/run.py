@@ -125,7 +125,7 @@ class DecoderRun:
 
     most_drafted  limit of draft tokens of the next step, set by the engine for the number of replies; None: no limit
     runs_ahead    whether a plain step may be requested before the newest token was read; cleared by the engine while it
-                  reads prompts, behind whose steps the request would wait, and the token with it
+                  reads several steps of prompts, behind whose steps the request would wait, and the token with it
 
     A decoder asks `model` for its backend and configuration, and never calls it. Once a decoder is closed, `state`
     holds a prefix of prompt and reply: all tokens but the newest, except in WeDLM's windows, whose newest tokens are
