@@ -3,7 +3,8 @@
 - A waiting sequence begins when a slot and memory are free for it: the highest priority first, of equal ones the
   oldest. At most MOST_SKIPS later sequences may overtake one for which memory is not free.
 - While sequences decode, steps of prompts take at most half of the host's time, which is that of the steps where the
-  host waits for them. Where it does not, one of them and one of decoding take turns. Prompts are read one after another.
+  host waits for them. Where it does not wait, one of them and one of decoding take turns. Prompts are read one after
+  another.
 - A step of decoding has at most `most_rows` rows. A sequence for which a step had no room is first in the next one.
 - If a backend computes several steps at once, decoding sequences are divided into as many micro-batches, whose sizes
   differ by at most one, and which take turns. A sequence stays in its micro-batch if the sizes allow it.
