@@ -62,7 +62,9 @@ class Tuner:
     def choose(self, most: int | None = None) -> int:
         """Choose the budget of the next step, of at most `most` draft tokens."""
         sizes = self.sizes if most is None else tuple(size for size in self.sizes if size <= most)
-        begins, self.begins, self.settled = self.begins, False, False
+        begins, self.begins, self.settled = self.begins, False, len(sizes) == 1
+        if self.settled:
+            return 0
         if self.trial:
             return min(self.trial.popleft(), sizes[-1])
         if (first := self._unmeasured(sizes)) is not None:
@@ -90,8 +92,6 @@ class Tuner:
 
     def _unmeasured(self, sizes: Sequence[int]) -> int | None:
         """Return one of `sizes` that must be measured before sizes are compared; None: nothing is missing."""
-        if len(sizes) == 1:
-            return 0
         for size in (sizes[1], 0, sizes[min(len(self.sizes) // 3, 2, len(sizes) - 1)]):
             if not self.seconds[size].count:
                 return size
@@ -182,7 +182,7 @@ class TunerShare:
     def __init__(self, shared: SharedTuner):
         self.shared, self.tuner, self.sizes = shared, shared.tuner, shared.tuner.sizes
         self.taken, self.gap = max(shared.number - 1, 0), 0
-        self.seen, self.quiet = -1, False
+        self.seen, self.quiet = shared.disturbances(), True  # the prompt's token is read before a step is timed
         shared.users.add(self)
 
     def leave(self) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.decode.speculative import TREE_SIZES
-from common.decode.tuner import SharedTuner, Tuner, TunerShare
+from common.decode.tuner import STRETCH, SharedTuner, Tuner, TunerShare
 
 PLAIN = 1.0  # a plain step that was launched ahead
 BUBBLE = 0.35  # more of the first plain step after another
@@ -231,3 +231,4 @@ def test_no_choice_exceeds_the_limit_of_a_step():
     assert max(chosen) == chosen.most_common(1)[0][0] == 15
     assert chosen[0] > 2  # trials
     assert {tuner.choose(6) for _ in range(10)} == {0}
+    assert tuner.plain_steps() == STRETCH
