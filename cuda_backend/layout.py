@@ -259,7 +259,7 @@ def one_row_tiles(card: Card, width: int, packed: int = 0, exact: bool = False) 
     width, packed, exact  as split_tiles takes them
     """
     line = packed or 2 * (width + 8)
-    most, choices = (3, (4, 6)) if packed else (min(4, 512 // width), (3, 4))
+    most, choices = (4 if width <= 128 else 3, (4, 6)) if packed else (min(4, 512 // width), (3, 4))
 
     def fit(buffers: int) -> tuple[int, int, int]:
         shared = SPLIT_TILE * (buffers * line + exact * 2 * (width + 8)) + 8 * 2 * (SPLIT_TILE + 8)
@@ -372,7 +372,9 @@ def group_count(n: int) -> int:
         return 32 + -(-(n - 4096) // 256)
     if n <= 131072:
         return 144 + -(-(n - 32768) // 1024)
-    return 240 + -(-(n - 131072) // 4096)
+    if n <= 262144:
+        return 240 + -(-(n - 131072) // 2048)
+    return 304 + -(-(n - 262144) // 4096)
 
 
 def run_count(most: int, window: int, sinks: int) -> int:

@@ -29,6 +29,7 @@ HEADERS = (  # each header, and the kernels that need it, all of them after prel
     ("formats.cuh", ("attention", "split", "one_row", "latent", "heads_to_cache", "to_cache", "pieces")),
     ("encode.cuh", ("latent", "heads_to_cache", "to_cache")),
     ("decode.cuh", ("attention", "split", "one_row", "latent")),
+    ("operands.cuh", ("split", "one_row")),
     ("head.cuh", ("rows", "heads_to_cache")),
     ("ring.cuh", ("experts", "single")),
     ("product.cuh", ("experts", "single")),

@@ -12,6 +12,13 @@ __device__ __forceinline__ u32 fma_half2(u32 a, u32 b, u32 c) {
     return d;
 }
 
+// Bytes of a (0 to 3) and b (4 to 7) by the nibbles of `which`, of which none is above 7: __byte_perm would mask them once more.
+__device__ __forceinline__ u32 permuted(u32 a, u32 b, u32 which) {
+    u32 c;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(c) : "r"(a), "r"(b), "r"(which));
+    return c;
+}
+
 // N words from an even address.
 template <int N>
 __device__ __forceinline__ void load_words(u32 (&w)[N], const u8* from) {
@@ -38,24 +45,24 @@ __device__ __forceinline__ u32 spread1(u32 x) {
     return (x | x << 3) & 0x11111111u;
 }
 
-// Eight codes, a nibble each, from a table of at most eight: out[i] holds values 2 i and 2 i + 1.
+// Eight codes, a nibble each, from a table of at most eight: out[i] holds values 2 i and 2 i + 1. Scales: of the first four, of the others.
 template <Format F, int GROUP>
-__device__ __forceinline__ void look_up(u32 codes, u32 scale, u32* out) {
+__device__ __forceinline__ void look_up(u32 codes, u32 scale, u32 other, u32* out) {
     constexpr int first = F == LM4 ? 8 : 0, more = F == LM2 ? 0 : first + 4;  // of LM4 the magnitudes
     constexpr u32 low0 = table_bytes<F, GROUP>(first, false), low1 = table_bytes<F, GROUP>(more, false);
     constexpr u32 high0 = table_bytes<F, GROUP>(first, true), high1 = table_bytes<F, GROUP>(more, true);
     u32 negative = 0;
     if (F == LM4) negative = ~codes & 0x88888888u, codes = (codes ^ (negative - (negative >> 3))) & 0x77777777u;
-    u32 high[2] = {__byte_perm(high0, high1, codes), __byte_perm(high0, high1, codes >> 16)};
-    const u32 low[2] = {__byte_perm(low0, low1, codes), __byte_perm(low0, low1, codes >> 16)};
+    u32 high[2] = {permuted(high0, high1, codes), permuted(high0, high1, codes >> 16)};
+    const u32 low[2] = {permuted(low0, low1, codes), permuted(low0, low1, codes >> 16)};
     if (F == LM4) {
         const u32 even = negative << 4 & 0x80808080u, odd = negative & 0x80808080u;
         high[0] ^= __byte_perm(even, odd, 0x5140), high[1] ^= __byte_perm(even, odd, 0x7362);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        out[2 * i] = mul_half2(__byte_perm(low[i], high[i], 0x5140), scale);
-        out[2 * i + 1] = mul_half2(__byte_perm(low[i], high[i], 0x7362), scale);
+        out[2 * i] = mul_half2(__byte_perm(low[i], high[i], 0x5140), i ? other : scale);
+        out[2 * i + 1] = mul_half2(__byte_perm(low[i], high[i], 0x7362), i ? other : scale);
     }
 }
 
@@ -78,7 +85,7 @@ __device__ __forceinline__ void read_32(const u8* row, int block, u32 (&out)[16]
             u32 w[4];
             load_words(w, from + 2 + part * 16);
 #pragma unroll
-            for (int i = 0; i < 4; i++) look_up<F, group>(w[i], scale, out + 4 * i);
+            for (int i = 0; i < 4; i++) look_up<F, group>(w[i], scale, scale, out + 4 * i);
         } else {
             u32 low[2], high[1] = {0};
             load_words(low, from + 2 + part * 8);
@@ -87,7 +94,7 @@ __device__ __forceinline__ void read_32(const u8* row, int block, u32 (&out)[16]
             for (int i = 0; i < 4; i++) {
                 u32 codes = spread2(low[i / 2] >> i % 2 * 16 & 0xffffu);
                 if (F != LM2) codes |= spread1(high[0] >> 8 * i & 255) << 2;
-                look_up<F, group>(codes, scale, out + 4 * i);
+                look_up<F, group>(codes, scale, scale, out + 4 * i);
             }
         }
     } else {

@@ -44,18 +44,20 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u3
 #endif
 }
 
-// Positions are added up in groups: of 128 up to 4096, of 256 up to 32768, of 1024 up to 131072, then of 4096.
+// Positions are added up in groups: of 128 up to 4096, of 256 up to 32768, of 1024 up to 131072, of 2048 up to 262144, then of 4096.
 __device__ __forceinline__ int group_begin(int i) {
     if (i < 32) return i * 128;
     if (i < 144) return 4096 + (i - 32) * 256;
     if (i < 240) return 32768 + (i - 144) * 1024;
-    return 131072 + (i - 240) * 4096;
+    if (i < 304) return 131072 + (i - 240) * 2048;
+    return 262144 + (i - 304) * 4096;
 }
 __device__ __forceinline__ int group_of(int position) {
     if (position < 4096) return position / 128;
     if (position < 32768) return 32 + (position - 4096) / 256;
     if (position < 131072) return 144 + (position - 32768) / 1024;
-    return 240 + (position - 131072) / 4096;
+    if (position < 262144) return 240 + (position - 131072) / 2048;
+    return 304 + (position - 262144) / 4096;
 }
 
 // Places for the pieces of a window, which it touches at most two more of than fit it: a power of 2.

@@ -5,13 +5,12 @@
 //           CTAS of a multiprocessor (the parameter `causal` is split.cu's, whose launch this shares); WINDOWED: flash.cuh; ALONE: split.cu; EXACT: exact.cuh
 // Work      the rows of a product are positions or columns, its columns are at most eight query heads of a group. A CTA of four warps
 //           goes through its share of the pieces of a sequence; tiles arrive as the cache has them. Of a tile's keys a warp takes 16
-//           positions, of the values a quarter of the columns. Float16 becomes operands as it lies. Of codes, a lane decodes eight of a
-//           key that follow one another, which are its operands of two products, and split.cu has its columns in the same order; of
-//           values it mixes the codes of two positions, since an operand holds two positions of a column. Exact tiles, of which
-//           there are few, are copied when it is their turn
+//           positions, of the values a quarter of the columns. Float16 becomes operands as it lies. Codes are decoded by the lane that
+//           multiplies them, in the order of operands.cuh, in which split.cu has them too; of values it mixes the codes of two positions,
+//           since an operand holds two positions of a column. Exact tiles, of which there are few, are copied when it is their turn
 // Assumes   memory beyond the last row of the cache holds finite numbers; no row is a tree's
 // Numbers   float16 products, float32 sums; split.cu
-// Bound     bytes of keys and values; of codes, half-rate instructions that decode: three per value
+// Bound     bytes of keys and values; of codes, half-rate instructions that decode: two to three per value
 // Tried     us per layer of Qwen3.6-27B at 32K on one H200, variant against what is here; docs/experiments/attention.md has more.
 //           tiles unpacked to float16 in shared memory, as in split.cu -> 49.7 against 30.9 (q8_0), 48.5 against 35.5 (lm4)
 //           float16, WeDLM-8B at 32K, CTAs of a multiprocessor x buffers: 4 x 3 -> 3.194 ms a step, 3 x 4 -> 3.150, 2 x 6 -> 3.100, 5 x 2 ->
@@ -20,6 +19,16 @@
 //           one row of each of 64 sequences, 70 us per layer where bytes take 28: pages 68 KB further apart -> 9,190 tokens per second against
 //             9,261; pages of a layer next to each other -> 9,171; combine launched at the end -> 9,352 against 9,298, but 6,053 against
 //             6,434 with 16 sequences
+//           of the next, us on one H100, lm4 at 32K and 128K, tq3_0 in brackets; 35.6, 100.1 (34.3, 88.5) with what is here:
+//           a warp for a tile, eight of a CTA, sums of tiles added up through shared memory -> 39.4, 105.9 (33.1, 87.1); 188.7 (156.1)
+//             against 214.1 (176.8) at 256K, but 16.3 (15.0) against 10.3 (10.0) at 2,048 tokens
+//           two warps for a tile, sixteen of a CTA -> 35.8, 109.7 (33.1, 93.7); 40 % of cycles are maxima, sums and waits
+//           as that, exact rows read where they lie, one warp that finds tiles -> 42.8, 117.1 (37.6, 99.5)
+//           four CTAs of a multiprocessor, exact rows read where they lie -> 39.8, 111.6 (33.1, 94.4), 27.8 against 21.0 at 8,192 in
+//             three CTAs
+//           page numbers read one tile earlier, copies four at a time -> 38.2, 104.1 (32.4, 89.7), with three CTAs and exact rows so read
+//           lm4 at 128K without a part, 112.5 with all: table look-ups 74.9, products with values 72.9, with keys 84.9, copies 100.4;
+//             without tensor cores, exponentials or loads from shared memory no less
 
 #define TILE 64
 #define CTA 128
@@ -33,27 +42,16 @@
 #define VALUE_BYTES row_bytes(VALUES, D)
 #define LONGER (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES)
 #define STAGE (TILE * (PACKED ? LONGER : 2 * STRIDE))
-// positions from one row of a product with keys to the next, for the banks
-#define APART (PACKED && (KEY_BYTES / 4 % 8 % 2 || KEY_BYTES == 136) ? 4 : 1)
 
-// A word `odd` bytes after a multiple of four, 0 or 2; what follows it is read too, and lies in shared memory.
-__device__ __forceinline__ u32 load_word(const u8* from, int odd) {
-    const u32* at = (const u32*)(from - odd);
-    return __funnelshift_r(at[0], at[1], odd * 8);
+__device__ __forceinline__ constexpr bool odd_words(int bytes) { return bytes / 4 % 8 % 2 || bytes == 136; }
+// The row of a tile that lane group g has in the product of a warp; its other row lies NEXT_ROW after it. For the banks.
+#define SPREAD (in_halves(KEYS) || (PACKED && odd_words(KEY_BYTES)))
+#define NEXT_ROW (SPREAD ? 32 : 8)
+__device__ __forceinline__ int row_of_warp(int warp, int g) {
+    return !SPREAD ? warp * 16 + g : in_halves(KEYS) ? warp * 2 + g % 2 + g / 2 * 8 : warp + 4 * g;
 }
 
-// Nibbles of eight Lloyd-Max codes, values `first` to `first` + 7 of a group that begins `odd` bytes after a multiple of four.
-template <Format F>
-__device__ __forceinline__ u32 nibbles(const u8* group, int first, int odd) {
-    if constexpr (F == LM4) {
-        return load_word(group + 2 + first / 2, 2 - odd);
-    } else {
-        const u32 codes = spread2(*(const u16*)(group + 2 + first / 4));
-        if constexpr (F == LM2) return codes;
-        return codes | spread1(group[2 + 32 + first / 8]) << 2;
-    }
-}
-// Of four.
+// Nibbles of four Lloyd-Max codes.
 template <Format F>
 __device__ __forceinline__ u32 four_nibbles(const u8* group, int first) {
     if constexpr (F == LM4) {
@@ -62,36 +60,6 @@ __device__ __forceinline__ u32 four_nibbles(const u8* group, int first) {
         const u32 codes = spread2(group[2 + first / 4]);
         if constexpr (F == LM2) return codes;
         return codes | spread1(group[2 + 32 + first / 8] >> first % 8 & 15) << 2;
-    }
-}
-// Bytes of 4 N codes of a ggml format, from `first` on of the block of 32 that begins at `block`.
-template <Format F, int N>
-__device__ __forceinline__ void code_bytes(const u8* block, int first, int odd, u32 (&w)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        w[i] = load_word(block + 2 + (F == Q8_0 ? first : first % 16) + i * 4, 2 - odd);
-        w[i] = F == Q8_0 ? w[i] ^ 0x80808080u : w[i] >> first / 16 * 4 & 0x0f0f0f0fu;
-    }
-}
-template <Format F>
-__device__ __forceinline__ u32 scaled(u32 bytes, u32 which, u32 scale) {  // two codes
-    return mul_half2(add_half2(__byte_perm(bytes, 0x64646464u, which), F == Q8_0 ? 0xe480e480u : 0xe408e408u), scale);
-}
-
-// Keys 32 * BLOCK + 8 * part to + 7 of a row that begins `odd` bytes after a multiple of four.
-template <Format F, int BLOCK>
-__device__ __forceinline__ void eight_keys(const u8* row, int part, int odd, u32 (&out)[4]) {
-    if constexpr (is_lloyd_max(F)) {
-        constexpr int at = BLOCK / 4 * block_bytes(F, D);
-        const u32 codes = nibbles<F>(row + at, BLOCK % 4 * 32 + part * 8, (odd + at) % 4);
-        look_up<F, 128>(codes, twice(*(const u16*)(row + at)), out);
-    } else {
-        const u8* block = row + BLOCK * block_bytes(F, D);
-        const u32 scale = twice(*(const u16*)block);
-        u32 w[2];
-        code_bytes<F>(block, part * 8, BLOCK * block_bytes(F, D) % 4, w);
-#pragma unroll
-        for (int i = 0; i < 4; i++) out[i] = scaled<F>(w[i / 2], i % 2 ? 0x4342 : 0x4140, scale);
     }
 }
 
@@ -104,12 +72,12 @@ __device__ __forceinline__ void mixed_values(const u8* a, const u8* b, int first
         const u32 scale = *(const u16*)(a + at) | (u32)*(const u16*)(b + at) << 16;
         if constexpr (MINE == 8) {
             const u32 x = nibbles<F>(a + at, first % 128, at % 4), y = nibbles<F>(b + at, first % 128, at % 4);
-            look_up<F, 128>((x & 0x0f0f0f0fu) | (y & 0x0f0f0f0fu) << 4, scale, even);
-            look_up<F, 128>((x >> 4 & 0x0f0f0f0fu) | (y & 0xf0f0f0f0u), scale, odd);
+            look_up<F, 128>((x & 0x0f0f0f0fu) | (y & 0x0f0f0f0fu) << 4, scale, scale, even);
+            look_up<F, 128>((x >> 4 & 0x0f0f0f0fu) | (y & 0xf0f0f0f0u), scale, scale, odd);
         } else {
             const u32 x = four_nibbles<F>(a, first), y = four_nibbles<F>(b, first);
             u32 both[4];
-            look_up<F, 128>((x & 0x0f0fu) | (y & 0x0f0fu) << 4 | (x >> 4 & 0x0f0fu) << 16 | (y & 0xf0f0u) << 16, scale, both);
+            look_up<F, 128>((x & 0x0f0fu) | (y & 0x0f0fu) << 4 | (x >> 4 & 0x0f0fu) << 16 | (y & 0xf0f0u) << 16, scale, scale, both);
             even[0] = both[0], even[1] = both[1], odd[0] = both[2], odd[1] = both[3];
         }
     } else {
@@ -143,26 +111,51 @@ __device__ __forceinline__ void copy_exact(u16* tile, const Plane& plane, int sl
     wait_all_but<0>();
 }
 
-template <int BLOCK>
-struct Keys {  // products of 16 positions with q, 32 columns at a time
-    static __device__ __forceinline__ void multiply(float (&s)[2][4], const u8* a, const u8* b, int part, int odd, const u32 (&q)[D / 32][4]) {
-        u32 v[4], w[4];
-        eight_keys<KEYS, BLOCK>(a, part, odd, v), eight_keys<KEYS, BLOCK>(b, part, odd, w);
-        const u32 first[4] = {v[0], w[0], v[1], w[1]}, second[4] = {v[2], w[2], v[3], w[3]};
-        mma(s[0], first, q[BLOCK][0], q[BLOCK][1]), mma(s[1], second, q[BLOCK][2], q[BLOCK][3]);
-        if constexpr (BLOCK + 1 < D / 32) Keys<BLOCK + 1>::multiply(s, a, b, part, odd, q);
+// Columns first to first + 7 of four rows of two or three bits, the second after the first and eight rows on: as mixed_values has
+// those of two. Pairs of eight rows on follow those of the first.
+template <Format F>
+__device__ __forceinline__ void four_rows(const u8* rows, int first, u32 (&even)[2][MINE / 2], u32 (&odd)[2][MINE / 2]) {
+    if constexpr (in_halves(F)) {
+        const u8 *a = rows + first / 128 * block_bytes(F, D), *b = a + VALUE_BYTES, *c = a + 8 * VALUE_BYTES, *d = b + 8 * VALUE_BYTES;
+        const int low = 2 + first % 128 / 4, high = 34 + first % 128 / 8;
+        auto both = [](const u8* x, const u8* y, int at) { return *(const u16*)(x + at) | (u32)*(const u16*)(y + at) << 16; };
+        const u32 highs = F == LM2 ? 0 : (a[high] | b[high] << 8) | (c[high] | d[high] << 8) << 16;
+        u32 out[16];
+        pairs_of<F>(both(a, c, low), both(b, d, low), highs, both(a, b, 0), both(c, d, 0), out);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {  // column i lies in word i % 4 * 4 + i / 4
+            u32* to = i % 2 ? odd[0] : even[0];
+            to[i / 2] = out[i % 4 * 4 + i / 4];
+            to = i % 2 ? odd[1] : even[1];
+            to[i / 2] = out[i % 4 * 4 + i / 4 + 2];
+        }
     }
-};
+}
+
+// Products of 16 positions with q.
+__device__ __forceinline__ void multiply_keys(float (&s)[2][4], const u8* a, int t, int odd, const u32 (&q)[D / 8]) {
+    constexpr int words = key_words<KEYS>();
+#pragma unroll
+    for (int n = 0; n < D / 8 / words; n++) {
+        u32 v[words], w[words];
+        words_of_keys<KEYS>(a, n, t, odd, v), words_of_keys<KEYS>(a + NEXT_ROW * KEY_BYTES, n, t, (odd + NEXT_ROW * KEY_BYTES) % 4, w);
+#pragma unroll
+        for (int i = 0; i < words; i += 2) {
+            const u32 rows[4] = {v[i], w[i], v[i + 1], w[i + 1]};
+            mma(s[i / 2 % 2], rows, q[n * words + i], q[n * words + i + 1]);
+        }
+    }
+}
 // The same of a tile of float16; 16 positions from `rows` on.
-__device__ __forceinline__ void multiply_exact(float (&s)[2][4], const u16* rows, int lane, const u32 (&q)[D / 32][4]) {
+__device__ __forceinline__ void multiply_exact(float (&s)[2][4], const u16* rows, int lane, const u32 (&q)[D / 8]) {
     const u32 k_at = shared_address(rows + lane % 16 * STRIDE + lane / 16 * 8);
 #pragma unroll
     for (int n = 0; n < D / 32; n++) {
         u32 k[4];
         ldmatrix(k, k_at + n * 64);
-        mma(s[0], k, q[n][0], q[n][1]);
+        mma(s[0], k, q[4 * n], q[4 * n + 1]);
         ldmatrix(k, k_at + n * 64 + 32);
-        mma(s[1], k, q[n][2], q[n][3]);
+        mma(s[1], k, q[4 * n + 2], q[4 * n + 3]);
     }
 }
 
@@ -245,18 +238,29 @@ one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepStat
         if (i < BUFFERS - 1) fetch(i, i % 2);
     }
     const int first_head = row * H + head * group;
-    u32 query[D / 32][4];
+    u32 query[D / 8];
     bool exact_query = false;
     auto load_query = [&](bool exactly) {
         const u16* from = (exactly && PACKED ? exact.q : q) + (s64)(first_head + min(g, group - 1)) * D;
+        if (exactly) {  // as the columns lie
 #pragma unroll
-        for (int n = 0; n < D / 32; n++) {
-            if (exactly) {  // as the columns lie
-                const u32* words = (const u32*)(from + n * 32) + t;
-                query[n][0] = words[0], query[n][1] = words[4], query[n][2] = words[8], query[n][3] = words[12];
-            } else {
-                const uint4 eight = *(const uint4*)(from + n * 32 + t * 8);
-                query[n][0] = eight.x, query[n][1] = eight.y, query[n][2] = eight.z, query[n][3] = eight.w;
+            for (int i = 0; i < D / 8; i++) query[i] = ((const u32*)from)[t + i * 4];
+        } else if constexpr (in_halves(KEYS)) {
+#pragma unroll
+            for (int n = 0; n < D / 128; n++)
+#pragma unroll
+                for (int c = 0; c < 16; c += 8) {  // and those 16 on
+                    const uint4 *eight = (const uint4*)(from + n * 128 + t * 32 + c), x = eight[0], y = eight[2];
+                    const u32 v[4] = {x.x, x.y, x.z, x.w}, w[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+                    for (int i = 0; i < 8; i++)
+                        query[n * 16 + i % 4 * 4 + (c + i) / 4] = __byte_perm(v[i / 2], w[i / 2], i % 2 ? 0x7632 : 0x5410);
+                }
+        } else {
+#pragma unroll
+            for (int i = 0; i < D / 8; i += 4) {
+                const uint4 eight = *(const uint4*)(from + i * 8 + t * 8);
+                query[i] = eight.x, query[i + 1] = eight.y, query[i + 2] = eight.z, query[i + 3] = eight.w;
             }
         }
         exact_query = exactly;
@@ -281,14 +285,13 @@ one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepStat
         if (EXACT && exactly != exact_query) load_query(exactly);
         float s[2][4] = {};
         const u8* stage = stages + 2 * i % BUFFERS * STAGE;
-        const int apart = exactly ? 1 : APART, mine = apart == 4 ? warp + 4 * g : warp * 16 + g, second = 8 * apart;
+        const int mine = exactly ? warp * 16 + g : row_of_warp(warp, g), second = exactly ? 8 : NEXT_ROW;
         if (exactly) {
             copy_exact(tile16, exact.keys, slot, head, at);
             multiply_exact(s, tile16 + warp * 16 * STRIDE, lane, query);
         } else if constexpr (PACKED) {
             s[0][0] = s[0][2] = shifts[0], s[0][1] = s[0][3] = shifts[1];
-            const u8* rows = stage + mine * KEY_BYTES;
-            Keys<0>::multiply(s, rows, rows + second * KEY_BYTES, t, mine * KEY_BYTES % 4, query);
+            multiply_keys(s, stage + mine * KEY_BYTES, t, KEY_BYTES % 4 ? mine * KEY_BYTES % 4 : 0, query);
         } else {
             multiply_exact(s, (const u16*)stage + warp * 16 * STRIDE, lane, query);
         }
@@ -344,10 +347,12 @@ one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepStat
 #pragma unroll
             for (int k = 0; k < TILE / 16; k++) {
                 u32 even[2][MINE / 2], odd[2][MINE / 2];
+                if (in_halves(VALUES) && !exactly) four_rows<VALUES>(stage + (k * 16 + t * 2) * VALUE_BYTES, first, even, odd);
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const int position = k * 16 + t * 2 + h * 8;
-                    if (exactly) {
+                    if (in_halves(VALUES) && !exactly) {
+                    } else if (exactly) {
                         mixed_exact(tile16 + position * STRIDE + first, tile16 + (position + 1) * STRIDE + first, even[h], odd[h]);
                     } else {
                         const u8* v = stage + position * VALUE_BYTES;

@@ -67,17 +67,14 @@ __device__ __forceinline__ void unpack_tile(u16* tile, const u8* stage) {
     } else {
 #pragma unroll 1
         for (int n = threadIdx.x; n < TILE * BLOCKS; n += CTA) {  // neighbours take other rows and other blocks, for the banks
-            const int row = n % TILE, block = (n / TILE + row) % BLOCKS;
-            unpack_32<F, D, !IN_ORDER>(tile + row * STRIDE + block * 32, stage + row * row_bytes(F, D), block);
+            const int row = n % TILE, block = (n / TILE + (!IN_ORDER && in_halves(F) ? row / 8 : row)) % BLOCKS;
+            if constexpr (IN_ORDER)
+                unpack_32<F, D>(tile + row * STRIDE + block * 32, stage + row * row_bytes(F, D), block);
+            else
+                unpack_to_places<F>(tile + row * STRIDE, stage + row * row_bytes(F, D), block);
         }
     }
     __syncthreads();
-}
-
-// Columns 8 * part to 8 * part + 7 of a query, to where unpack_32 puts those of keys.
-__device__ __forceinline__ void as_operands(u16* row, int part, uint4 eight) {
-    u32* to = (u32*)row + part / 4 * 16 + part % 4;
-    to[operand_place(0)] = eight.x, to[operand_place(1)] = eight.y, to[operand_place(2)] = eight.z, to[operand_place(3)] = eight.w;
 }
 
 // A tile of float16 rows: from position `at` on, or those that `from` lists. Waits for all copies of the CTA.
@@ -261,7 +258,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             const int r = n / LINE;
             u16* to = qs + r * STRIDE + n % LINE * 8;
             if (r < rows && AS_OPERANDS)
-                as_operands(qs + r * STRIDE, n % LINE, *(const uint4*)(q + (s64)heads[r] * D + n % LINE * 8));
+                eight_to_places<KEYS>(qs + r * STRIDE, n % LINE * 8, *(const uint4*)(q + (s64)heads[r] * D + n % LINE * 8));
             else if (r < rows)
                 copy16(shared_address(to), q + (s64)heads[r] * D + n % LINE * 8);
             else
@@ -285,7 +282,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 for (int n = threadIdx.x; n < rows * LINE; n += CTA) {
                     const uint4 eight = *(const uint4*)(queries + (s64)heads[n / LINE] * D + n % LINE * 8);
                     if (AS_OPERANDS && !is_exact())
-                        as_operands(qs + n / LINE * STRIDE, n % LINE, eight);
+                        eight_to_places<KEYS>(qs + n / LINE * STRIDE, n % LINE * 8, eight);
                     else
                         *(uint4*)(qs + n / LINE * STRIDE + n % LINE * 8) = eight;
                 }

@@ -87,6 +87,11 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned select) {
     return out;
 }
 
+inline unsigned permuted(unsigned low, unsigned high, unsigned select) {
+    if (select & 0x8888) __builtin_trap();  // PTX would repeat a sign
+    return __byte_perm(low, high, select);
+}
+
 // What kernels/prelude.cuh writes as PTX.
 alignas(256) __shared__ char block_memory[232448];
 inline unsigned shared_address(const void* p) { return (unsigned)((const char*)p - block_memory); }

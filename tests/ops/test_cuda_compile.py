@@ -381,8 +381,9 @@ def test_partition(row_blocks, k_blocks):
 
 def test_group_count():
     begins = [i * 128 for i in range(32)] + [4096 + i * 256 for i in range(112)]
-    begins += [32768 + i * 1024 for i in range(96)] + [131072 + i * 4096 for i in range(32)]
-    for n in (1, 128, 129, 4096, 4097, 32768, 32769, 131072, 131073, 262144):
+    begins += [32768 + i * 1024 for i in range(96)] + [131072 + i * 2048 for i in range(64)]
+    begins += [262144 + i * 4096 for i in range(32)]
+    for n in (1, 128, 129, 4096, 4097, 32768, 32769, 131072, 131073, 262144, 262145, 393216):
         assert group_count(n) == sum(begin < n for begin in begins)
 
 
