@@ -97,7 +97,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
       s64 tail_flip, float* raw_rows, const float* queries, const float* keys, const float* values, const float* gates,
       float4* spill, int shared_saved, int spilled, In z, const float* norm, float eps, Out out) {
     release_next();
-    if (!ALONE && (int)blockIdx.z >= step->runs) return;
+    if (!ALONE && blockIdx.z && (int)blockIdx.z >= step->runs) return;  // the first run, which each step has, does not wait for their number
     const Run& run = step->run[ALONE ? 0 : blockIdx.z];
     extern __shared__ __align__(16) float shared[];
     float* ks = shared;                      // [2][CHUNK][DK]
@@ -112,6 +112,12 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     const int store = step->kept, base = ALONE ? 0 : run.first, rows = ALONE ? 1 : run.rows, path = run.path_length;
     const int path_at = ALONE ? 0 : run.path;
     const bool kept = ALONE || !run.kind, branches = !ALONE && run.branches;
+#if !ALONE
+    const int state_from = run.from;
+    asm volatile("" ::"r"(state_from));  // read with the others, not after a branch that waits for them
+#else
+    const int& state_from = run.from;
+#endif
     // a chunk is read in one phase, goes through the recurrence in the next and is finished in the one after
     const int chunks = ALONE ? 1 : (rows + CHUNK - 1) / CHUNK, phases = chunks ? chunks + 2 : 1;
     const int chunk = ALONE || !chunks ? 1 : (rows + chunks - 1) / chunks;  // rows of each
@@ -275,7 +281,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     const s64 at = ((s64)h * DV + min(column, DV - 1)) * DK;
     const DeltaRows old = {row_k + (s64)store * MAX_DECODE_ROWS * Hk * DK, row_change + (s64)store * MAX_DECODE_ROWS * Hv * DV,
                            row_factor + store * MAX_DECODE_ROWS * Hv};
-    const float* from = matrix + run.from * flip + at;
+    const float* from = matrix + state_from * flip + at;
     auto next = [&] { return matrix + (step->run[ALONE ? 0 : blockIdx.z].from ^ 1) * flip + at; };  // the pair's other one
 
     float4 s[4][NJ], key[NJ];
