@@ -186,7 +186,8 @@ def test_replies_when_pages_run_out(ops, parallel, monkeypatch):
     monkeypatch.setattr(Slot, "suspend", lambda slot: moved.append(suspend(slot)))
     alone = replies(1)
     assert [len(reply) for reply in alone] == [31, 21, 13]
-    assert replies(parallel, 0) == alone
+    for _ in range(2):  # prompts wait where a step before them compiles kernels: replies may not meet at first
+        assert replies(parallel, 0) == alone
     assert moved
 
 
