@@ -19,9 +19,9 @@ class Decoder:
 
     name         the value of --spec
     meaning      for help texts
-    family       the module of common/decode that runs it: "plain", "speculative" or "wedlm"
+    family       the module of common/decode that runs it, such as "plain"; imported when a reply needs it
     needs_draft  whether the model must come with a draft model
-    takes        the options that it reads
+    takes        the options that it reads; with tree_budget, its steps verify draft tokens
     """
 
     name: str
@@ -156,4 +156,9 @@ class Speculation:
     @property
     def drafts(self) -> bool:
         """Test whether steps verify draft tokens: `accepted` then counts them."""
-        return self.decoder.family == "speculative"
+        return "tree_budget" in self.decoder.takes
+
+    @property
+    def fills(self) -> bool:
+        """Test whether steps fill windows of masked tokens."""
+        return self.decoder.family == "wedlm"

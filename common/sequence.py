@@ -190,7 +190,7 @@ class Sequence:
         Only WeDLM leaves any: all if they are few, which saves a forward pass, else the last one, because prefill reads
         the others faster. None with `attention_window`, with which decoding sees less than prefill.
         """
-        if self.speculation.kind != "wedlm" or self.target.decoding is not self.target.model:
+        if not self.speculation.fills or self.target.decoding is not self.target.model:
             return 0
         most = most_unread(self.speculation.wedlm)
         return new if new <= most else min(most, 1)
@@ -338,7 +338,7 @@ class Sequence:
             state_bytes=self.slot.state.nbytes if self.slot else 0,
             peak_bytes=model.ops.peak_bytes(),
             accepted=None if run is None or not self.speculation.drafts else run.stats,
-            wedlm=None if run is None or self.speculation.kind != "wedlm" else run.wedlm,
+            wedlm=None if run is None or not self.speculation.fills else run.wedlm,
             plain_seconds=None if self.tuner is None else self.tuner.plain_seconds,
             experts=None if stream is None else stream.stats(self.experts),
         )

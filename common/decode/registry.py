@@ -1,9 +1,10 @@
-"""Table of the decoders' functions, by the `family` of a row of common.decoders.DECODERS."""
+"""The decoders' functions, by the `family` of a row of common.decoders.DECODERS, which names their module."""
 
 from collections.abc import Callable, Generator
+from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
-from common.decode import plain, speculative, wedlm
 from common.decode.requests import Request
 from common.decode.run import DecoderRun
 from common.decoders import Speculation
@@ -18,22 +19,22 @@ class Family(NamedTuple):
     """Functions of a module of common/decode: the generator, and the check of what it cannot run, if there is any."""
 
     decode: Decode
-    check: Check | None = None
+    check: Check | None
 
 
-FAMILIES = {
-    "plain": Family(plain.decode),
-    "speculative": Family(speculative.decode, speculative.check),
-    "wedlm": Family(wedlm.decode, wedlm.check),
-}
+@cache
+def family(name: str) -> Family:
+    """Import the module `name` of common/decode, which defines `decode` and may define `check`."""
+    module = import_module(f"common.decode.{name}")
+    return Family(module.decode, getattr(module, "check", None))
 
 
 def check(options: Speculation, model: Model, sampler: Sampler) -> None:
     """Refuse a decoder that `model` cannot run, or not with that sampling. Raises UsageError."""
-    if refuse := FAMILIES[options.decoder.family].check:
+    if refuse := family(options.decoder.family).check:
         refuse(options, model, sampler)
 
 
 def decode(run: DecoderRun) -> Generator[Request, Any, None]:
     """Run the decoder that `run.options` name: yield requests and tokens until the state is full or it is closed."""
-    return FAMILIES[run.options.decoder.family].decode(run)
+    return family(run.options.decoder.family).decode(run)
