@@ -43,6 +43,7 @@ class Stats:
     wedlm: WedlmStats | None = None  # with the windows of a WeDLM model
     experts: ExpertStats | None = None  # with experts that are read while the model runs
     plain_seconds: float | None = None  # of a step without draft tokens, if one was measured
+    first_tokens: int = 1  # tokens of the step that gave the first one; a WeDLM window gives several
 
     @property
     def speedup(self) -> float | None:
@@ -56,8 +57,13 @@ class Stats:
 
     @property
     def decode_tps(self) -> float:
-        """Decoded tokens per second after the first token."""
-        return (self.new_tokens - 1) / self.decode_seconds if self.new_tokens > 1 else 0.0
+        """Tokens per second of the steps after the one that gave the first token; 0 if there were none."""
+        return self.timed_tokens / self.decode_seconds if self.timed_tokens else 0.0
+
+    @property
+    def timed_tokens(self) -> int:
+        """Tokens that `decode_seconds` generated: those of the steps after the first token's."""
+        return max(self.new_tokens - self.first_tokens, 0)
 
     @property
     def gb_per_s(self) -> float:

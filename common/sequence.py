@@ -83,6 +83,7 @@ class Sequence:
     matched  tokens of the prompt with which an earlier text begins; of some, no state was kept
     end      tokens of the prompt that its own steps read; the decoder's first step reads the rest
     new      tokens of the reply so far
+    opened   tokens of the step that gave the first one; 0 until a later step is requested
     pending  the piece that has not been put, because its text may be part of a stop string or of a character
     reason   why the reply has ended, as Piece.finish_reason
     granted  tokens for which memory was free at the last check
@@ -113,7 +114,7 @@ class Sequence:
         self.request: Rows | Draft | None = None
         self.tuner: TunerShare | None = None
         self.run: DecoderRun | None = None
-        self.cached = self.matched = self.new = 0
+        self.cached = self.matched = self.new = self.opened = 0
         self.started = self.first = self.last = 0.0
         self.reading = self._reading()
         reply = min(call.options.max_tokens or RESERVED, RESERVED)
@@ -279,6 +280,7 @@ class Sequence:
             else:
                 assert type(request) is Rows or type(request) is Draft
                 self.request = request
+                self.opened = self.opened or self.new
                 return True
 
     def take(self, token: int, row: Array) -> bool:
@@ -341,5 +343,6 @@ class Sequence:
             wedlm=None if run is None or not self.speculation.fills else run.wedlm,
             plain_seconds=None if self.tuner is None else self.tuner.plain_seconds,
             experts=None if stream is None else stream.stats(self.experts),
+            first_tokens=self.opened or self.new,
         )
         self.call.put(self.pending)

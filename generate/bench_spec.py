@@ -40,8 +40,9 @@ NEAR_TIE = 1e-3  # difference of logits by rounding between steps of different n
 class Result:
     """Measurements of one way of decoding over the prompts."""
 
-    rates: list[float] = field(default_factory=list)  # tokens per second of each prompt
-    tokens: int = 0  # after the first of each reply
+    replies: int = 0
+    rates: list[float] = field(default_factory=list)  # tokens per second of each reply that took several steps
+    tokens: int = 0  # after the first step of each reply
     seconds: float = 0.0
     accepted: DecodeStats = field(default_factory=DecodeStats)
     wedlm: WedlmStats = field(default_factory=WedlmStats)
@@ -51,7 +52,15 @@ class Result:
 
     @property
     def tps(self) -> float:
+        """Tokens per second of all replies; 0 where every reply took one step."""
         return self.tokens / max(self.seconds, 1e-9)
+
+    @property
+    def speed(self) -> tuple[str, str, str]:
+        """The median, the least and the most of the rates in words; "" where every reply took one step."""
+        if not self.rates:
+            return "", "", ""
+        return f"{statistics.median(self.rates):.1f}", f"{min(self.rates):.1f}", f"{max(self.rates):.1f}"
 
     @property
     def steps(self) -> int:
@@ -182,9 +191,11 @@ def measure(
                 if not number:
                     continue
                 result = results[way]
-                result.rates.append(stats.decode_tps)
-                result.tokens += max(stats.new_tokens - 1, 0)
-                result.seconds += stats.decode_seconds
+                result.replies += 1
+                if stats.timed_tokens:
+                    result.rates.append(stats.decode_tps)
+                    result.tokens += stats.timed_tokens
+                    result.seconds += stats.decode_seconds
                 if stats.accepted:
                     _add(result.accepted, stats.accepted)
                     result.lengths.append(stats.accepted.length)
@@ -236,12 +247,14 @@ def table(results: dict[str, Result]) -> None:
     form = "{:18} {:>11} {:>5} {:>28} {:>7} " + "{:>6} " * len(PHASES) + "{}"
     print(form.format("", "tokens/step", "rows", "tok/s (median, min..max)", "x plain", *PHASES, "ms; texts"))
     for way, r in results.items():
-        steps, spread = max(r.steps, 1), f"{min(r.rates):.1f}..{max(r.rates):.1f}"
+        steps, (median, least, most) = max(r.steps, 1), r.speed
         same = "differ" if r.different else f"same but {r.near_ties} near-ties" if r.near_ties else "same"
         figures = f"{r.length:.2f}", f"{(r.accepted.rows + r.wedlm.rows) / steps:.1f}" if r.steps else "1"
         times = [f"{1e3 * r.accepted.seconds[phase] / steps:.2f}" if r.accepted.steps else "" for phase in PHASES]
-        speed = f"{statistics.median(r.rates):.1f} ({spread})", f"{r.tps / plain:.2f}"
+        speed = f"{median} ({least}..{most})" if median else "-", f"{r.tps / plain:.2f}" if median and plain else "-"
         print(form.format(way, *figures, *speed, *times, same))
+    if short := {way: r.replies - len(r.rates) for way, r in results.items() if r.replies > len(r.rates)}:
+        print(f"replies of one step, left out of tok/s: {', '.join(f'{way} {n}' for way, n in short.items())}")
     _windows({way: r.wedlm for way, r in results.items() if r.wedlm.forwards})
     print("accepted by position")
     for way, r in results.items():
@@ -262,18 +275,19 @@ def _windows(of: dict[str, WedlmStats]) -> None:
 
 def _row(name: str, path: Path, way: str, r: Result, options: SpecBench, prompt: float) -> dict[str, Any]:
     w = r.wedlm
+    median, least, most = r.speed
     counts = f"; {w.rows_per_token:.2f} rows per token, p_cache {w.cache_share:.2f}" if w.forwards else ""
     return environment(name) | {
         "model": path.name,
         "decoder": way,
         "prompt_tokens": f"{prompt:.0f}",
         "new_tokens": options.new_tokens,
-        "runs": len(r.rates),
-        "decode_tps_median": f"{statistics.median(r.rates):.1f}",
-        "decode_tps_min": f"{min(r.rates):.1f}",
-        "decode_tps_max": f"{max(r.rates):.1f}",
+        "runs": r.replies,
+        "decode_tps_median": median,
+        "decode_tps_min": least,
+        "decode_tps_max": most,
         "accept_len": f"{r.length:.3f}" if r.steps else "1",
-        "parity": f"{r.different} of {len(r.rates)} texts differ from plain, {r.near_ties} at near-ties",
+        "parity": f"{r.different} of {r.replies} texts differ from plain, {r.near_ties} at near-ties",
         "verdict": options.verdict,
         "note": "; ".join(
             filter(None, (f"{Path(options.spec).name}{counts}", _words(options, greedy=""), note(options)))

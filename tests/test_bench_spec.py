@@ -79,6 +79,27 @@ def test_windows(files, tmp_path, capsys):
     assert re.search(r"\nwedlm fast ", out)
 
 
+@pytest.mark.parametrize(("prompt", "plain_ends"), [("import os", False), ("def f(x):\n    return", True)])
+def test_replies_of_one_step_have_no_rate(prompt, plain_ends, tmp_path, capsys):
+    """A window that ends a reply in its first step gave its tokens within microseconds of each other.
+
+    The second prompt's reply is an end token alone.
+    """
+    log, prompts = tmp_path / "log.tsv", tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": prompt}))
+    flags = ["-m", "demo-wedlm", "--backend", "numpy", "--spec", str(prompts), "--new-tokens", "2", "--log", str(log)]
+    assert main(["bench", *flags]) == 0
+    out = capsys.readouterr().out
+    rows = {row["decoder"]: row for row in csv.DictReader(log.open(), delimiter="\t")}
+    short = [way for way, row in rows.items() if not row["decode_tps_median"]]
+    assert short
+    assert ("plain" in short) == plain_ends
+    assert f"replies of one step, left out of tok/s: {', '.join(f'{way} 1' for way in short)}\n" in out
+    for way in short:
+        assert re.search(rf"\n{way} .* +- +- +(same|differ)", out)
+        assert rows[way]["runs"] == "1"
+
+
 def test_without_a_draft(files, capsys):
     assert bench(files, "--prompts", "1") == 0
     assert "lookup " in capsys.readouterr().out

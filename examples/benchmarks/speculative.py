@@ -120,13 +120,13 @@ def row(name: str, way: str, result: Result, plain: Result) -> dict[str, Any]:
     return {
         "set": name,
         "mode": way,
-        "prompts": len(result.rates),
+        "prompts": result.replies,
         "acceptance_length": round(accepted.length, 4) if accepted.steps else 1.0,
         "mean_of_prompts": round(statistics.mean(result.lengths), 4) if result.lengths else 1.0,
         "by_position": [round(share, 4) for share in accepted.by_position],
         "rows_per_step": round(accepted.rows / accepted.steps, 2) if accepted.steps else 1.0,
-        "tokens_per_second": round(result.tps, 2),
-        "times_plain": round(result.tps / plain.tps, 3),
+        "tokens_per_second": round(result.tps, 2) if result.tps else None,
+        "times_plain": round(result.tps / plain.tps, 3) if plain.tps and result.tps else None,
         "different_texts": result.different,
         "near_ties": result.near_ties,
     }
@@ -210,7 +210,8 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     for each in results["rows"]:
-        print("{set:12} {mode:16} {acceptance_length:6.2f} tokens/step {tokens_per_second:8.1f} tok/s".format(**each))
+        speed = each["tokens_per_second"] or "-"
+        print("{set:12} {mode:16} {acceptance_length:6.2f} tokens/step {speed:>8} tok/s".format(**each, speed=speed))
     for name, shares in results["first_draft_token"].items():
         print(f"{name:12} first draft token: " + ", ".join(f"{what} {share:.3f}" for what, share in shares.items()))
     return int(any(each["different_texts"] for each in results["rows"]))
