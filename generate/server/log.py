@@ -17,6 +17,7 @@ from generate.server.events import Usage
 
 MOST_PATH = 200
 LIBRARIES = ("uvicorn", "asyncio")
+BROKEN_OFF = "ASGI callable returned without completing response."  # the line of the request says why
 PARTED = re.compile(r'[\s"]|^$')
 
 
@@ -86,6 +87,8 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         text = record.getMessage().partition("\n")[0][:MOST_PATH]
+        if text == BROKEN_OFF:
+            return
         at = None if error is None else place(error)
         self._log.line(record.levelname.lower(), source=record.name, message=text, at=at)
 

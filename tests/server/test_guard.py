@@ -455,6 +455,31 @@ def test_a_client_that_reads_nothing_counts_as_gone(scripted, monkeypatch, pause
     assert "status=499" in scripted.log.getvalue()
 
 
+def test_a_client_that_reads_nothing_has_one_line(scripted, monkeypatch):
+    """The HTTP server adds none of its own: the line of the request says that the client is gone."""
+    from generate.server import sending
+    from generate.server.log import Log, forwarding
+
+    monkeypatch.setattr(sending, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(sending, "STALLED", 0.2)
+    scripted.llm.text, scripted.llm.cut = "x" * (1 << 24), 1 << 20
+    body = json.dumps(USER | {"stream": True}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    libraries = io.StringIO()
+    with (
+        forwarding(Log(stream=libraries)),
+        serving(scripted.app) as url,
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client,
+    ):
+        client.sendall(head + body)
+        ends = time.monotonic() + 20
+        while "status=499" not in scripted.log.getvalue() and time.monotonic() < ends:
+            time.sleep(0.02)
+    assert "status=499" in scripted.log.getvalue()
+    assert scripted.log.getvalue().count("\n") == 1
+    assert libraries.getvalue() == ""
+
+
 def test_a_path_does_not_forge_a_line_of_the_log(scripted):
     paths = {"/a%0aforged": r'path="/a\nforged"', "/a%20status=200": 'path="/a status=200"', "/%22": r'path="/\""'}
     for path, shown in {**paths, "/plain": "path=/plain", "/a%1b%e2%80%a8": r'path="/a\u001b\u2028"'}.items():
