@@ -53,6 +53,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     command  a key of COMMANDS, or "prompt" or "chat"
     options  of prompt and chat: checked keyword arguments of LLM.stream; of bench: a BenchOptions
     load     of prompt and chat: keyword arguments of generate.load
+    given    the flags that were given with a value, or as --NAME or --no-NAME
     """
     _check_words(argv)
     end = argv.index("--") if argv[:1] == ["launch"] and "--" in argv else len(argv)  # of our own flags
@@ -60,7 +61,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if not argv or argv[0] not in COMMANDS:
         parser.refuse_unknown(takewhile(lambda word: word not in COMMANDS, argv[:end]))
     args = parser.parse_args(argv[:end])
-    vars(args).pop("_given", None)
+    args.given = vars(args).pop("_given", set())
     if args.command is None:
         _finish_text(args)
     elif argv[0] != args.command:

@@ -1,7 +1,5 @@
 """Flags of the commands that answer many requests, and of those that ask a server."""
 
-import argparse
-
 from generate import flags, values
 from generate.flags import Parser
 
@@ -38,7 +36,7 @@ def serve(p: Parser) -> None:
     )
     s.add_argument(
         "--warmup",
-        action=argparse.BooleanOptionalAction,
+        action=flags.Switch,
         default=True,
         help="on CUDA, compile kernels and capture graphs before the first request (default: on)",
     )

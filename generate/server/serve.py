@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 
 from common.errors import BimetalError, UsageError
-from generate.flags import DEFAULT_MODEL
+from generate.cli import LOAD, OPTIONS
 from generate.llm import LLM
 from generate.server import proxy
 from generate.server.app import build
@@ -129,9 +129,19 @@ def upstream_of(args: argparse.Namespace) -> Upstream | None:
         return None
     if args.prefill_compression == "off":
         raise UsageError("--prefill-upstream-base needs --prefill-compression auto or always")
-    if args.model != DEFAULT_MODEL:
-        raise UsageError(f"--prefill-upstream-base goes without --model, which is {args.model}: no model is loaded")
+    if (own := flag_of_model(args)) is not None:
+        raise UsageError(f"--prefill-upstream-base goes without {own}, which has no effect: no model is loaded")
     return Upstream(base, key_of(file, os.environ.get(UPSTREAM_KEY)), model)
+
+
+def flag_of_model(args: argparse.Namespace) -> str | None:
+    """The first flag that is only for a model of our own; None: none was given. The compressor has --backend too."""
+    names = [name for name in ("model", "warmup") if name in args.given]
+    names += [name for name in (*LOAD, *OPTIONS) if name != "backend" and getattr(args, name, None) is not None]
+    if not names:
+        return None
+    switched_off = "no-" if getattr(args, names[0]) is False else ""
+    return f"--{switched_off}{names[0].replace('_', '-')}"
 
 
 def load_compressor(service: Service, backend: str | None, compression: Compression | None) -> None:

@@ -327,13 +327,30 @@ def test_signs_of_life_while_a_prompt_is_compressed(between, canned, path, statu
     assert b"waiting" not in whole.body
 
 
+COMPRESSES = ("--prefill-compression", "auto", "--prefill-drafter", "demo")
+OF_A_MODEL = [
+    ("--model", "-m", "smollm2"),
+    ("--model", "-m", "demo"),
+    ("--ctx", "-c", "100"),
+    ("--parallel", "--parallel", "2"),
+    ("--devices", "--devices", "0,1"),
+    ("--cache-type-k", "-ctk", "q8_0"),
+    ("--stream-experts", "--stream-experts"),
+    ("--cache-memory", "--cache-memory", "1GB"),
+    ("--draft", "--draft", "demo"),
+    ("--spec", "--spec", "lookup"),
+    ("--wedlm-verify", "--wedlm-verify"),
+    ("--no-warmup", "--no-warmup"),
+]
+
+
 def test_flags(capsys, tmp_path):
     base = ["--prefill-upstream-base", "http://127.0.0.1:9/v1"]
     for flags, said in (
         (base, "needs --prefill-compression"),
         (["--prefill-upstream-model", "m"], "needs --prefill-upstream-base"),
         (["--prefill-upstream-base", "http://user:secret@127.0.0.1"], "without a name or a key"),
-        ([*base, "--prefill-compression", "auto", "--prefill-drafter", "demo", "-m", "smollm2"], "without --model"),
+        *(([*base, *COMPRESSES, *flags], f"goes without {flag}, which has no effect") for flag, *flags in OF_A_MODEL),
     ):
         assert main(["serve", "--port", "0", *flags]) == 2
         error = capsys.readouterr().err
