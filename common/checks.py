@@ -80,7 +80,7 @@ def speculation_of(options: GenerationOptions, default: str, window: WedlmOption
         "wedlm_window": options.wedlm_window is not None,
         "wedlm_tau": options.wedlm_tau is not None,
         "wedlm_lambda": options.wedlm_lambda is not None,
-        "wedlm_verify": options.wedlm_verify,
+        "wedlm_verify": bool(options.wedlm_verify),
         "wedlm_order": options.wedlm_order is not None,
         "wedlm_sure": options.wedlm_sure is not None,
     }
@@ -96,7 +96,7 @@ def _window_of(options: GenerationOptions, default: WedlmOptions) -> WedlmOption
         "penalty": options.wedlm_lambda,
         "order": options.wedlm_order,
         "sure": options.wedlm_sure,
-        "verify": options.wedlm_verify or None,
+        "verify": options.wedlm_verify,
     }
     base = default if options.wedlm_preset is None else PRESETS[options.wedlm_preset]
     return replace(base, **{k: v for k, v in own.items() if v is not None})

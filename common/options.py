@@ -111,8 +111,11 @@ class GenerationOptions(Sampling):
         rules.AT_LEAST_0,
         "nats added to a mask's entropy per position after the first mask; None: as the preset has it",
     )
-    wedlm_verify: bool = option(
-        False, rules.FLAG, "confirm each token by the next-token logits: the text of greedy decoding without windows"
+    wedlm_verify: bool | None = option(
+        None,
+        rules.FLAG,
+        "confirm each token by the next-token logits: the text of greedy decoding without windows; None: as the model "
+        "was loaded, else False",
     )
     wedlm_order: str | None = option(
         None,

@@ -54,6 +54,14 @@ def test_presets_and_what_replaces_them():
     assert chosen(**whole) == WedlmOptions(3, 1.0, 0.0, True, "paper")
 
 
+@pytest.mark.parametrize("given", [None, False, True])
+def test_an_explicit_verify_replaces_that_of_the_model(given):
+    for loaded in (False, True):
+        chosen = speculation_of(GenerationOptions(wedlm_verify=given), "wedlm", WedlmOptions(verify=loaded))
+        assert chosen.wedlm.verify == (loaded if given is None else given)
+    assert speculation_of(GenerationOptions(wedlm_verify=False), "off").kind == "off"
+
+
 def test_one_token_per_step_from_left_to_right_is_any_windows_end(llm):
     """A great lambda fills the first mask alone, whatever the window."""
     texts = [llm.generate("hello", max_tokens=12, wedlm_tau=0, wedlm_lambda=50, wedlm_window=w) for w in (1, 2, 9)]

@@ -261,5 +261,7 @@ def test_a_server_that_verifies_windows():
     with LLM(args.model, args.load, window=args.window) as llm:
         of = {"max_tokens": 20, "temperature": 0}
         plain, unverified = (llm.generate("a", **of, **o).text for o in ({"spec": "off"}, {"wedlm_preset": "fast"}))
+        chosen = llm.generate("a", **of, wedlm_verify=False).text
         served = ask(client_of(llm, options=args.options), prompt="a", max_tokens=20).json()["choices"][0]["text"]
     assert served == plain != unverified
+    assert chosen == unverified
