@@ -115,6 +115,8 @@ def _load_options(args: argparse.Namespace) -> LoadOptions:
     given: dict[str, Any] = {name: getattr(args, name) for name in LOAD if hasattr(args, name)}
     if args.command in ("prompt", "chat"):
         given["parallel"] = 1  # so that others' states take no memory
+    if args.command == "serve":
+        given["queue"] = args.max_queue
     return LoadOptions(progress=True, **given)
 
 

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -59,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
     def make() -> None:
         load_compressor(service, args.load.backend, compression)
         if upstream is None:
-            load = replace(args.load, queue=args.max_queue)
-            service.serve(LLM(args.model, load, window=args.window), args.model, args.warmup)
+            service.serve(LLM(args.model, args.load, window=args.window), args.model, args.warmup)
 
     service.load(make, ended)
     try:

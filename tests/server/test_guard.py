@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gzip
+import importlib
 import io
 import json
 import logging
@@ -16,6 +17,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from asgi import call
@@ -698,7 +700,7 @@ def test_what_cannot_be_served_ends_with_a_sentence(tmp_path, capsys):
 
 
 def test_as_many_requests_wait_as_the_flag_says(monkeypatch):
-    """The model's own queue has room for them."""
+    """The model's own queue has room for them, also in a replica."""
     pytest.importorskip("uvicorn", reason="the server extra is not installed")
     from common.errors import UsageError
     from generate.__main__ import main
@@ -711,4 +713,17 @@ def test_as_many_requests_wait_as_the_flag_says(monkeypatch):
 
     monkeypatch.setattr("generate.server.serve.LLM", load)
     assert main(["serve", "--port", "0", "--max-queue", "600"]) == 2
-    assert queues == [600]
+    ray, config, serve = (ModuleType(name) for name in ("ray", "ray.serve.config", "ray.serve"))
+    ray.serve, serve.config, config.RequestRouterConfig = serve, config, dict
+    serve.ingress = lambda: lambda replica: replica
+    serve.Application = object
+    serve.get_replica_context = lambda: SimpleNamespace(replica_id=SimpleNamespace(unique_id="one"))
+    for module in (ray, serve, config):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, "generate.deploy", raising=False)
+    deploy = importlib.import_module("generate.deploy")
+    sys.modules.pop("generate.deploy")
+    monkeypatch.setattr(deploy, "LLM", load)
+    with pytest.raises(UsageError, match="this is all"):
+        deploy.Replica(["--max-queue", "700"])
+    assert queues == [600, 700]
