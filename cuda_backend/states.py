@@ -19,6 +19,7 @@ from cuda_backend.caches.packed import PackedStore
 from cuda_backend.caches.pages import Pages, page_count
 from cuda_backend.caches.planes import PAGE, check_capacity
 from cuda_backend.caches.recurrent import Recurrent, recurrent_bytes
+from cuda_backend.caches.rows import PoolSlots
 from cuda_backend.launch import Stream
 from cuda_backend.memory import room
 from cuda_backend.replay import RunInput, graphs
@@ -66,7 +67,7 @@ class CudaPool:
         for shape in dict.fromkeys(s for _, _, s in cached):
             alike = [(i, name) for i, name, s in cached if s == shape]
             pages = self.pages if in_pages(shape) else None
-            store = store_of(shape)(shape, len(alike), capacity, self.lengths, stream, pages)
+            store = store_of(shape)(shape, len(alike), PoolSlots(capacity, self.lengths, stream, pages))
             self.stores.append(store)
             for n, (i, name) in enumerate(alike):
                 layers[i][name] = store.layer(n)

@@ -55,6 +55,14 @@ def test_functions_with_many_parameters_are_found(source: str, count: int) -> No
     assert len(list(long_functions("a.py", source))) == count
 
 
+def test_stores_of_caches_name_their_parameters() -> None:
+    """Through `*args` no type of an argument is checked."""
+    paths = sorted((ROOT / "cuda_backend" / "caches").glob("*.py"))
+    functions = [f for path in paths for f in ast.walk(ast.parse(path.read_text())) if isinstance(f, ast.FunctionDef)]
+    assert [f.name for f in functions].count("__init__") > 4
+    assert [f.name for f in functions if f.args.vararg or f.args.kwarg] == []
+
+
 def test_headers_of_kernels_name_their_launcher() -> None:
     """The file that the header names launches the kernel, by its name."""
     paths = [*ROOT.glob("cuda_backend/kernels/*.cu"), *ROOT.glob("metal_kernels/*.metal")]

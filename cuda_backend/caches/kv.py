@@ -7,7 +7,7 @@ from typing import Any
 from common.errors import BimetalError
 from common.storage import KVSpec
 from cuda_backend.caches.planes import Places, Plane, Planes, all_places, plane_of, rows_held
-from cuda_backend.caches.rows import RowStore
+from cuda_backend.caches.rows import PoolSlots, RowStore
 from cuda_backend.runs import Run
 
 
@@ -25,7 +25,7 @@ class KV:
     exact: Any = None
 
 
-class KVStore(RowStore):
+class KVStore(RowStore[KVSpec]):
     """The caches of all layers of one shape: per slot, or page, keys [layer][kv_heads][place][row], then values.
 
     most     largest number of positions, the rows of a step included
@@ -33,10 +33,10 @@ class KVStore(RowStore):
     is_ring  later positions overwrite earlier ones: WindowStore
     """
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    def __init__(self, spec: KVSpec, layers: int, slots: PoolSlots):
+        super().__init__(spec, layers, slots)
         self.window, self.is_ring = (0, 0), False
-        self.places, self.most = self.places_of(self.spec, self.capacity), rows_held(self.capacity)
+        self.places, self.most = self.places_of(spec, slots.capacity), rows_held(slots.capacity)
 
     @classmethod
     def places_of(cls, spec: KVSpec, capacity: int) -> Places:

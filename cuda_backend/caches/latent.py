@@ -29,7 +29,7 @@ class Latent:
         return self.rows.width + (self.roped.width if self.apart else 0)
 
 
-class LatentStore(RowStore):
+class LatentStore(RowStore[LatentSpec]):
     """The rows of all layers of one shape, [slot or page][layer][place][row]."""
 
     @classmethod

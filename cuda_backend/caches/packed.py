@@ -14,6 +14,7 @@ from common.step import Parts, Shape
 from common.storage import LEAST_USE, NATIVE, KVSpec, Packing
 from cuda_backend.caches.kv import KV, KVStore
 from cuda_backend.caches.planes import HALF, Plane, copy
+from cuda_backend.caches.rows import PoolSlots
 from cuda_backend.caches.window import WindowStore
 from cuda_backend.launch import Stream, kernel
 from cuda_backend.memory import Memory, copy_in
@@ -45,10 +46,10 @@ class PackedStore(KVStore):
     calibrates whether the step noted last completes the calibrating rows, and encodes keys with their statistics
     """
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self.exact = WindowStore(exact_spec(self.spec), self.layers, self.capacity, self.lengths, self.stream)
-        self.slot_stats = stats_bytes(self.spec, self.layers)
+    def __init__(self, spec: KVSpec, layers: int, slots: PoolSlots):
+        super().__init__(spec, layers, slots)
+        self.exact = WindowStore(exact_spec(spec), layers, replace(slots, pages=None))
+        self.slot_stats = stats_bytes(spec, layers)
         self.stats = Memory(len(self.lengths) * self.slot_stats, self.stream)
         self.calibrates = False
         for slot in range(len(self.lengths)):

@@ -1,10 +1,12 @@
 """Base of every store of appended rows, whatever its rows hold."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from common.step import Parts, Shape
+from common.storage import RowSpec
 from cuda_backend.caches.pages import Pages
 from cuda_backend.caches.planes import (
     Planes,
@@ -21,46 +23,51 @@ from cuda_backend.caches.planes import (
 )
 from cuda_backend.launch import Stream
 
+S = TypeVar("S", bound=RowSpec)
 
-class RowStore:
-    """The planes of all layers of one shape, for each slot.
 
-    lengths  committed positions of each slot, which the pool counts
-    pages    that the rows lie in; None: each slot has memory for all of its places
+@dataclass(frozen=True)
+class PoolSlots:
+    """The slots of a pool, as its stores see them.
+
+    capacity  positions of each
+    lengths   committed positions of each, which the pool counts
+    pages     that rows lie in; None: each slot has memory for all of its places
     """
 
-    def __init__(
-        self,
-        spec: Any,
-        layers: int,
-        capacity: int,
-        lengths: list[int],
-        stream: Stream,
-        pages: Pages | None = None,
-    ):
-        check_capacity(capacity)
-        self.spec, self.layers, self.capacity = spec, layers, capacity
-        self.stream, self.lengths, self.pages = stream, lengths, pages
-        shape = self.planes_of(spec, layers, capacity)
-        if pages:
-            self.memory, self.planes = pages.store(shape)
+    capacity: int
+    lengths: list[int]
+    stream: Stream
+    pages: Pages | None = None
+
+
+class RowStore(Generic[S]):
+    """The planes of all layers of one shape, for each slot."""
+
+    def __init__(self, spec: S, layers: int, slots: PoolSlots):
+        check_capacity(slots.capacity)
+        self.spec, self.layers, self.capacity = spec, layers, slots.capacity
+        self.stream, self.lengths, self.pages = slots.stream, slots.lengths, slots.pages
+        shape = self.planes_of(spec, layers, slots.capacity)
+        if slots.pages:
+            self.memory, self.planes = slots.pages.store(shape)
         else:
-            self.memory = zeros(len(lengths) * planes_bytes(shape), stream)
+            self.memory = zeros(len(slots.lengths) * planes_bytes(shape), slots.stream)
             self.planes = slots_at(self.memory.address, shape)
 
     @classmethod
-    def planes_of(cls, spec: Any, layers: int, capacity: int) -> Planes:
+    def planes_of(cls, spec: S, layers: int, capacity: int) -> Planes:
         """Describe the planes of `layers` layers; no memory is allocated."""
         raise NotImplementedError
 
     @classmethod
-    def layer_bytes(cls, spec: Any, slots: int, capacity: int, pages: int = 0) -> int:
+    def layer_bytes(cls, spec: S, slots: int, capacity: int, pages: int = 0) -> int:
         """Predict the device bytes of one layer: of so many pages, or without pages of one sequence's whole context."""
         planes = cls.planes_of(spec, 1, capacity)
         return pages * page_bytes(planes) or planes_bytes(planes)
 
     @classmethod
-    def copied_bytes(cls, spec: Any, capacity: int) -> int:
+    def copied_bytes(cls, spec: S, capacity: int) -> int:
         """Predict the bytes of a layer in a snapshot."""
         return 0
 

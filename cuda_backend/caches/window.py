@@ -29,6 +29,7 @@ from cuda_backend.caches.planes import (
     write_rows,
     zeros,
 )
+from cuda_backend.caches.rows import PoolSlots
 from cuda_backend.launch import Stream
 from cuda_backend.memory import Arena, Memory
 from cuda_backend.replay import DeviceStep
@@ -40,9 +41,9 @@ NOT_IN_PART = f"a step of {{}} rows is kept whole or not at all; up to {MAX_DECO
 class WindowStore(KVStore):
     """The caches of all layers of one window; a window longer than the context needs no ring."""
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self.window, self.is_ring = (self.spec.window or 0, self.spec.sinks), self.places.capacity < self.most
+    def __init__(self, spec: KVSpec, layers: int, slots: PoolSlots):
+        super().__init__(spec, layers, slots)
+        self.window, self.is_ring = (spec.window or 0, spec.sinks), self.places.capacity < self.most
         self.slot_bytes = planes_bytes(self.planes)
         self.after = zeros(self.slot_bytes, self.stream) if self.is_ring else None
         self.step_rows = [0] * len(self.lengths)  # of each slot, of a prefill step that left `after`
