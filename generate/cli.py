@@ -6,17 +6,11 @@ import sys
 from itertools import takewhile
 from typing import Any
 
-from common.decoders import DECODERS, check_draft, check_taken
+from common.decoders import check_draft, check_taken
 from common.errors import UsageError
-from common.options import (
-    CacheChoice,
-    ExpertChoice,
-    GenerationOptions,
-    LoadOptions,
-    PrefixChoice,
-)
+from common.options import GenerationOptions, LoadOptions
 from generate import __version__, bench_flags, flags, model_flags, server_flags, values
-from generate.flags import Parser
+from generate.flags import LOAD, OPTIONS, SPECULATION, WINDOW, Parser
 
 COMMANDS = {
     "list": "list the downloaded models: name, files, size, last use",
@@ -36,15 +30,6 @@ COMMANDS = {
     "launch": "start a coding agent (codex, claude, opencode) on a running server",
     "selftest": "run the conformance tests and a short bench, and write a report to send us",
 }
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-SPECULATION = ("spec", "tree_budget", "tree_topk", "chain_seed")
-WINDOW = DECODERS["wedlm"].takes
-CACHE = tuple(CacheChoice.__dataclass_fields__)
-EXPERTS = tuple(ExpertChoice.__dataclass_fields__)
-PREFIX = tuple(PrefixChoice.__dataclass_fields__)
-PLACES = ("devices", "split", "draft_device", "tensor_parallel")
-LOAD = ("backend", "ctx", "parallel", "draft", "attention_window", "max_kv_size", *PLACES, *CACHE, *EXPERTS, *PREFIX)
-OPTIONS = (*SAMPLING, "seed", "max_tokens", "stop", *SPECULATION, *WINDOW)  # of LLM.stream
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

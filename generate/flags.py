@@ -7,13 +7,31 @@ from typing import Any, NoReturn
 
 from common.decoders import DECODERS, ORDERS, PRESETS
 from common.errors import UsageError
-from common.options import CACHE_SHORTHANDS, CACHE_TYPES, MOST_DRAFTED
+from common.options import (
+    CACHE_SHORTHANDS,
+    CACHE_TYPES,
+    MOST_DRAFTED,
+    CacheChoice,
+    ExpertChoice,
+    PrefixChoice,
+)
 from generate import values
 
 BACKENDS = ("cuda", "mlx", "numpy")
 COMPRESSION = ("off", "auto", "always")
 DEFAULT_MODEL = "demo"
 MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo, demo-wedlm, or smollm2"
+
+# Names of options: of a model when it is loaded, and of a reply.
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+SPECULATION = ("spec", "tree_budget", "tree_topk", "chain_seed")
+WINDOW = DECODERS["wedlm"].takes
+CACHE = tuple(CacheChoice.__dataclass_fields__)
+EXPERTS = tuple(ExpertChoice.__dataclass_fields__)
+PREFIX = tuple(PrefixChoice.__dataclass_fields__)
+PLACES = ("devices", "split", "draft_device", "tensor_parallel")
+LOAD = ("backend", "ctx", "parallel", "draft", "attention_window", "max_kv_size", *PLACES, *CACHE, *EXPERTS, *PREFIX)
+OPTIONS = (*SAMPLING, "seed", "max_tokens", "stop", *SPECULATION, *WINDOW)  # of LLM.stream
 
 
 class Once(argparse.Action):

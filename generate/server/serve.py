@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from common.errors import BimetalError, UsageError
-from generate.cli import LOAD, OPTIONS
+from generate.flags import LOAD, OPTIONS
 from generate.llm import LLM
 from generate.server import proxy
 from generate.server.app import build
