@@ -347,15 +347,19 @@ one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepStat
 #pragma unroll
             for (int k = 0; k < TILE / 16; k++) {
                 u32 even[2][MINE / 2], odd[2][MINE / 2];
-                if (in_halves(VALUES) && !exactly) four_rows<VALUES>(stage + (k * 16 + t * 2) * VALUE_BYTES, first, even, odd);
+                const int position = k * 16 + t * 2;
+                if (exactly) {
 #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const int position = k * 16 + t * 2 + h * 8;
-                    if (in_halves(VALUES) && !exactly) {
-                    } else if (exactly) {
-                        mixed_exact(tile16 + position * STRIDE + first, tile16 + (position + 1) * STRIDE + first, even[h], odd[h]);
-                    } else {
-                        const u8* v = stage + position * VALUE_BYTES;
+                    for (int h = 0; h < 2; h++) {
+                        const u16* a = tile16 + (position + h * 8) * STRIDE + first;
+                        mixed_exact(a, a + STRIDE, even[h], odd[h]);
+                    }
+                } else if (in_halves(VALUES)) {
+                    four_rows<VALUES>(stage + position * VALUE_BYTES, first, even, odd);
+                } else {
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const u8* v = stage + (position + h * 8) * VALUE_BYTES;
                         mixed_values<VALUES>(v, v + VALUE_BYTES, first, even[h], odd[h]);
                     }
                 }
