@@ -170,8 +170,6 @@ class _Window:
 def decode_windows(run: DecoderRun) -> Generator[Request, Any, None]:
     """Emit tokens until the state is full or the driver stops. Each turn of the loop is one step of the model.
 
-    With the option `sure`, the first token of a prompt that was read whole is emitted before the first step.
-
     1. Masks are added to the window, and the step computes its filled positions and its masks. The first step also
        reads the prompt's unread tokens, as filled positions.
     2. The filled positions before the first mask are final. With the option `sure`, those up to one that is not
@@ -189,7 +187,6 @@ def decode_windows(run: DecoderRun) -> Generator[Request, Any, None]:
     window, unread = (yield from _opened(run)), len(run.unread)
     first = window.next  # position of the reply
     logits, token = run.logits, None
-    yield from _emit_settled(run, window)
     while window.next < state.capacity:
         began = time.perf_counter()
         leading, prompt = window.leading, unread if window.base < first else 0

@@ -96,23 +96,6 @@ def test_tokens_and_forwards_are_the_simulators(window, tau, penalty, model, net
         assert (out, stats.fills) == (expected, fills)
 
 
-@pytest.mark.parametrize("place", [1, 2, 40])
-def test_a_checked_first_token_comes_before_a_step(place, model):
-    """It waited for the first forward, though the logits of a prompt that was read whole give it."""
-    state, logits = read(model, PROMPT, len(PROMPT) + place)
-    options = Speculation("wedlm", wedlm=WedlmOptions(sure=0.0))
-    run = DecoderRun(model, state, logits, Sampler(Sampling(), PROMPT), PROMPT, options)
-    with closing(run_alone(run)) as tokens:
-        first, row = next(tokens)
-        assert (first, run.wedlm.forwards) == (int(logits[0].argmax()), 0)
-        assert np.array_equal(row, logits)
-        assert state.length == len(PROMPT)
-        rest = [token for token, _ in tokens]
-    state, logits = read(model, PROMPT, len(PROMPT) + place)
-    plain = DecoderRun(model, state, logits, Sampler(Sampling(), PROMPT), PROMPT)
-    assert [first, *rest] == [token for token, _ in run_alone(plain)]
-
-
 @pytest.mark.parametrize("sure", [0.0, 4.2, 50.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (4.0, 4.3))])
 @pytest.mark.parametrize(("window", "tau", "penalty"), [(6, 4.3, 0.05), (8, 4.4, 0.0), (5, 100.0, 0.0), (1, 4.0, 0.0)])
 def test_checked_windows_are_the_simulators(window, tau, penalty, sure, model, network):
