@@ -19,7 +19,7 @@
 //           one row of each of 64 sequences, 70 us per layer where bytes take 28: pages 68 KB further apart -> 9,190 tokens per second against
 //             9,261; pages of a layer next to each other -> 9,171; combine launched at the end -> 9,352 against 9,298, but 6,053 against
 //             6,434 with 16 sequences
-//           of the next, us on one H100, lm4 at 32K and 128K, tq3_0 in brackets; 35.6, 100.1 (34.3, 88.5) with what is here:
+//           of the next, us on one H100, lm4 at 32K and 128K, tq3_0 in brackets; 35.6, 100.1 (34.3, 88.5) with what is here, but queries loaded by two bytes:
 //           a warp for a tile, eight of a CTA, sums of tiles added up through shared memory -> 39.4, 105.9 (33.1, 87.1); 188.7 (156.1)
 //             against 214.1 (176.8) at 256K, but 16.3 (15.0) against 10.3 (10.0) at 2,048 tokens
 //           two warps for a tile, sixteen of a CTA -> 35.8, 109.7 (33.1, 93.7); 40 % of cycles are maxima, sums and waits
@@ -27,7 +27,7 @@
 //           four CTAs of a multiprocessor, exact rows read where they lie -> 39.8, 111.6 (33.1, 94.4), 27.8 against 21.0 at 8,192 in
 //             three CTAs
 //           page numbers read one tile earlier, copies four at a time -> 38.2, 104.1 (32.4, 89.7), with three CTAs and exact rows so read
-//           lm4 at 128K without a part, 112.5 with all: table look-ups 74.9, products with values 72.9, with keys 84.9, copies 100.4;
+//           lm4 at 128K in four such CTAs without a part, 112.5 with all: table look-ups 74.9, products with values 72.9, with keys 84.9, copies 100.4;
 //             without tensor cores, exponentials or loads from shared memory no less
 
 #define TILE 64
@@ -124,10 +124,8 @@ __device__ __forceinline__ void four_rows(const u8* rows, int first, u32 (&even)
         pairs_of<F>(both(a, c, low), both(b, d, low), highs, both(a, b, 0), both(c, d, 0), out);
 #pragma unroll
         for (int i = 0; i < 8; i++) {  // column i lies in word i % 4 * 4 + i / 4
-            u32* to = i % 2 ? odd[0] : even[0];
-            to[i / 2] = out[i % 4 * 4 + i / 4];
-            to = i % 2 ? odd[1] : even[1];
-            to[i / 2] = out[i % 4 * 4 + i / 4 + 2];
+            auto& to = i % 2 ? odd : even;
+            to[0][i / 2] = out[i % 4 * 4 + i / 4], to[1][i / 2] = out[i % 4 * 4 + i / 4 + 2];
         }
     }
 }
