@@ -60,12 +60,11 @@ def grouped_linear(
             packed, squares = packed_for_product(x, how) if x.T <= MAX_DECODE_ROWS else (x.as_packed(how), 0)
             ctas, _, shared = expert_ring(card, s.type, g.cols)
             cut = s.rows, s.row_blocks, s.k_blocks, partials, inverse(s.row_blocks), inverse(partials)
-            stack = s.experts, behind.memory.address
             rows = share, known, packed_size(s.columns, 1, how), *row_norm(squares, s, x)
             kernel("experts", "experts", expert_defines(card, s.type, g.cols), shared)(
                 (min(ctas * card.sms, g.most * s.row_blocks * partials),),
                 (288,),
-                (s.table, packed, at, *cut, size, N, g.groups, g.order, *stack, *rows),
+                (s.matrices(behind.memory.address), packed, at, *cut, size, N, g.groups, g.order, *rows),
                 shared_mem=shared,
                 stream=context.stream,
             )
@@ -140,8 +139,7 @@ def _single(
     shared = ring(card, s.type, 1)[2]
     per = 1 if choice is None else -(-int(choice["E"]) // 32)
     chosen = f"CHOICE={int(choice is not None)}", f"MADE={x.made}", f"PACK={int(bool(out['packed']))}"
-    first = (s.memory.address, s.expert_bytes) if choice is None else (s.table, 0)
-    stack = *first, behind.memory.address, np.zeros((), CHOICE) if choice is None else choice
+    stack = s.matrices(behind.memory.address), np.zeros((), CHOICE) if choice is None else choice
     row = x.packed, x.apart, view(x.array) if x.array else NOTHING
     cut = s.rows, s.columns, s.k_blocks, parts, inverse(parts), matrices * row_stride, row_stride
     kernel("single", "single", (*single_defines(card, s.type), f"PER={per}", *chosen), shared)(

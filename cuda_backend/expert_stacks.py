@@ -40,11 +40,11 @@ def to_host(weight: Weight, stream: Stream) -> Stack:
     """Move a stack that has just been loaded to the host; its device memory is free once nobody holds `weight`."""
     segments, offsets, end = [], [], 0
     for s in weight.segments:
-        assert s.places
         host = HostMemory(s.memory.nbytes, "experts")
         runtime = cupy.cuda.runtime
         runtime.memcpyAsync(host.address, s.memory.address, s.memory.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
-        moved = replace(s, memory=host)
+        moved = replace(s, memory=host, moved=True)
+        assert s.places
         copy_in(s.places.address, in_host(moved), stream)
         segments.append(moved)
         offsets.append(end)
@@ -133,7 +133,8 @@ class Staging:
         self.stream.wait(self.ready[which])
         staged = self.stacks[layer][which].staged
         for s, places in zip(staged.segments, self.tables[which], strict=True):
-            copy_in(s.table, places, self.stream)
+            assert s.places
+            copy_in(s.places.address, places, self.stream)
         return staged
 
     def release(self, which: int) -> None:

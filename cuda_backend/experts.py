@@ -308,7 +308,7 @@ class ExpertStore:
         return parts_of_expert(self.stacks[layer], expert, self.memory[size].address + slot * size)
 
     def _entry(self, segment: Any, expert: int, address: int) -> tuple[int, int]:
-        return segment.table + 8 * expert, address
+        return segment.places.address + 8 * expert, address
 
     def stats(self, before: ExpertStats | None = None) -> ExpertStats:
         """Count what steps did with experts, or did since `before`."""

@@ -165,7 +165,7 @@ def dense_product(
     kernel("dense", "dense", (s.type, f"ROWS={rows}", *(("EXPERTS",) if ids else ())))(
         (-(-T // rows), -(-s.rows // 8)),
         (256,),
-        (s.table if ids else s.memory.address, x, out, s.rows, s.columns, *result, ids, share, *norm),
+        (s.matrices(), x, out, s.rows, s.columns, *result, ids, share, *norm),
         stream=context.stream,
     )
 

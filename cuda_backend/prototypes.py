@@ -27,6 +27,7 @@ CHOICE = _struct(
     *_named("i4", "E", "k", "shared", "gated"),
     ("scale", "f4"),
 )
+MATRICES = _struct(*_named("u8", "first", "last", "table"), ("bytes", "i8"), ("count", "i4"))
 MATRIX = _struct(
     *_named("u8", "w", "out"),
     *_named("i4", "N", "k_blocks", "units", "stripes", "each"),
@@ -63,6 +64,7 @@ TYPES: dict[str, np.dtype] = {
     "Rope": ROPE,
     "Turn": ROPE,  # kernels/latent.cu
     "Choice": CHOICE,
+    "Matrices": MATRICES,
     "Matrix": MATRIX,
     "Rows": ROWS,
     "Partials": PARTIALS,

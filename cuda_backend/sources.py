@@ -39,6 +39,7 @@ HEADERS = (  # each header, and the kernels that need it, all of them after prel
     ("store.cuh", ("rows", "light", "pieces", "moe", "single", "delta", "delta_each", "exchange_norm")),
     ("sums.cuh", ("light", "exchange_norm")),
     ("peers.cuh", ("exchange", "exchange_norm")),
+    ("matrices.cuh", ("dense", "experts", "moe", "single")),
     ("choose.cuh", ("moe", "single")),
 )
 

@@ -18,6 +18,7 @@ from cuda_backend.host_memory import HostMemory
 from cuda_backend.launch import kernel
 from cuda_backend.layout import FLOATS, UNITS, tile_defines
 from cuda_backend.memory import Memory, upload
+from cuda_backend.prototypes import MATRICES
 from cuda_backend.upload import Uploader
 
 UPLOAD = 64 << 20  # bytes of a file that are copied and repacked at a time
@@ -27,8 +28,8 @@ UPLOAD = 64 << 20  # bytes of a file that are copied and repacked at a time
 class Segment:
     """Rows of one stored type; `columns` x `rows` per expert.
 
-    places  of a stack, the address of each expert's matrix, on the device: what kernels read, so that an expert may lie
-            elsewhere than in `memory`
+    places  of a stack, the address of each expert's matrix, on the device
+    moved   some experts lie elsewhere than in `memory`: kernels find all of them by `places`
     """
 
     type: str
@@ -37,12 +38,7 @@ class Segment:
     experts: int
     memory: "Held"
     places: Memory | None = None
-
-    @property
-    def table(self) -> int:
-        """Address of `places`."""
-        assert self.places
-        return self.places.address
+    moved: bool = False
 
     @property
     def row_blocks(self) -> int:
@@ -55,6 +51,11 @@ class Segment:
     @property
     def expert_bytes(self) -> int:
         return self.memory.nbytes // self.experts
+
+    def matrices(self, last: int = 0) -> np.ndarray:
+        """kernels/matrices.cuh Matrices; `last`: address of the matrix after the experts."""
+        table, apart = self.places.address if self.places else 0, 0 if self.moved else self.expert_bytes
+        return np.array((self.memory.address, last, table, apart, self.experts), MATRICES)
 
 
 @dataclass(frozen=True)

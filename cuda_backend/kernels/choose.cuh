@@ -32,19 +32,19 @@ __device__ __forceinline__ void biases(float (&added)[PER], const Choice& of) {
     }
 }
 
-// Where the matrices of a stack of E lie: a lane keeps the addresses of its experts, as far as there are registers for them,
-// else they are loaded into the L1 cache.
+// Addresses from the table: a lane keeps those of its experts, as far as there are registers for them; with more of them the
+// address is found after the choice.
 #define ADDRESSES (PER <= 8 ? PER : 1)
-__device__ __forceinline__ void places(u64 (&at)[ADDRESSES], const u64* table, int E) {
+__device__ __forceinline__ void places(u64 (&at)[ADDRESSES], const Matrices& of, bool some) {
     const int lane = threadIdx.x % 32;
-    if (PER > 8 && lane * 16 < E) prefetch_l1(table + lane * 16);  // 16 addresses to a line, of 512 at most
+    if (PER > 8) prefetch_table(of);
 #pragma unroll
-    for (int i = 0; i < ADDRESSES; i++) at[i] = PER <= 8 && i * 32 + lane < E ? table[i * 32 + lane] : 0;
+    for (int i = 0; i < ADDRESSES; i++) at[i] = PER <= 8 && some && i * 32 + lane < of.count ? of.table[i * 32 + lane] : 0;
 }
 
-// Where matrix `id` lies, which every lane asks for.
-__device__ __forceinline__ const u8* place_of(const u64 (&at)[ADDRESSES], const u64* table, int id) {
-    if (PER > 8) return (const u8*)table[id];
+// Where expert `id` lies, which every lane asks for.
+__device__ __forceinline__ const u8* place_of(const u64 (&at)[ADDRESSES], const Matrices& of, int id) {
+    if (PER > 8) return matrix_at(of, id);
     u64 mine = 0;
 #pragma unroll
     for (int i = 0; i < ADDRESSES; i++)

@@ -1,6 +1,6 @@
 // dense: y = x W' for a matrix of floats and any number of rows of x
 // Meaning   common/reference.py NumpyOps.linear, moe, embed   Launcher  cuda_backend/products.py
-// In        w [N][K], with EXPERTS the address of each expert's; x [T][K] float32; with `squares` x is multiplied by 1 / rms: linear.cu
+// In        w [N][K] is the first of `of`, with EXPERTS each pair takes one from the table (matrices.cuh); x [T][K] float32; with `squares` x is multiplied by 1 / rms: linear.cu
 // Out       out [T][N] float32, and zeros in further partial sums
 // Build     one of BF16, F16, F32; ROWS of x at a time, 1 or 2; EXPERTS for moe
 // Work      a warp per row of w
@@ -34,15 +34,15 @@ struct __align__(16) Eight {
 #endif
 
 extern "C" __global__ void __launch_bounds__(256, 2)
-dense(const void* w, const float* x, float* out, int N, int K, int T, s64 row_stride, int partials, s64 partial_stride,
+dense(Matrices of, const float* x, float* out, int N, int K, int T, s64 row_stride, int partials, s64 partial_stride,
       const int* ids, int x_divisor, const float* squares, int parts, float columns, float eps) {
     release_next();
     const int lane = threadIdx.x % 32, row = blockIdx.y * 8 + threadIdx.x / 32, first = blockIdx.x * ROWS;
 #ifdef EXPERTS
     depend();  // even which weights to read comes from the kernel before
-    const W* weights = (const W*)((const u64*)w)[ids[first]] + (s64)row * K;
+    const W* weights = (const W*)of.table[ids[first]] + (s64)row * K;
 #else
-    const W* weights = (const W*)w + (s64)row * K;
+    const W* weights = (const W*)of.first + (s64)row * K;
 #endif
     const int end = row < N && K % 8 == 0 ? K : 0;
     Eight ahead[AHEAD];

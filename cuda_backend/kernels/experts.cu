@@ -1,8 +1,7 @@
 // experts: y = x W' where each row has its own matrix of a stack: experts, or the heads of latent attention
 // Meaning   common/reference.py NumpyOps.moe, head_linear   Launcher  cuda_backend/expert_products.py
-// In        table   the address of each matrix, units of tile.cuh in device memory or in pinned host memory
+// In        of      the matrices, units of tile.cuh: matrices.cuh
 //           x       packed rows, not interleaved (store.cuh, cols = 1), perhaps of a norm without its factor: linear.cu
-//           last    the matrix with the number `matrices`: a shared expert's
 //           groups  their number, then (matrix, first, rows, 0) of at most COLS rows each
 //           order   pairs (row, matrix) sorted by matrix; pair p has row p / x_divisor of x (moe.cu group)
 // Out       out [part][pair][N] float32, to be added in the order of the parts
@@ -59,10 +58,9 @@ struct Item {
 };
 
 extern "C" __global__ void __launch_bounds__(288, BLOCKS)
-experts(const u64* table, const u8* x, float* out, int N, int row_blocks, int k_blocks, int parts, u32 row_blocks_inverse,
-        u32 parts_inverse, s64 part_stride, s64 row_stride, const int4* groups, const int* order, int matrices,
-        const u8* last, int x_divisor, int known, s64 x_bytes, const float* squares, int norm_parts,
-        float columns, float eps) {
+experts(Matrices of, const u8* x, float* out, int N, int row_blocks, int k_blocks, int parts, u32 row_blocks_inverse,
+        u32 parts_inverse, s64 part_stride, s64 row_stride, const int4* groups, const int* order, int x_divisor, int known,
+        s64 x_bytes, const float* squares, int norm_parts, float columns, float eps) {
     extern __shared__ __align__(128) u8 shared[];
     u8* ring = shared;
     const u32 full = shared_address(shared + STAGES * STAGE), empty = full + 8 * STAGES;
@@ -76,7 +74,7 @@ experts(const u64* table, const u8* x, float* out, int N, int row_blocks, int k_
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
-    if (warp == 8 && lane * 16 < matrices) prefetch_l1(table + lane * 16);  // 16 matrices to a line, of 512 at most
+    if (warp == 8) prefetch_table(of);
     if (!known) depend();  // even which weights to read comes from the kernel before
     release_next();        // not before: what comes next takes the groups for granted
     __syncthreads();
@@ -89,8 +87,7 @@ experts(const u64* table, const u8* x, float* out, int N, int row_blocks, int k_
         bool late = known;  // are the rows still to come?
         for (; at < items; at += gridDim.x) {
             if (i) item = item_of(at);
-            const u8* unit = item.group.x < matrices ? (const u8*)table[item.group.x] : last;
-            unit += ((s64)item.row_block * k_blocks + item.first_k) * UNIT_BYTES;
+            const u8* unit = matrix_at(of, item.group.x) + ((s64)item.row_block * k_blocks + item.first_k) * UNIT_BYTES;
             const int pair = lane < item.group.z ? __ldcg(order + item.group.y + lane) : 0;
             const u8* rows = x + (s64)item.first_k * XBYTES;
             const auto gather = [&](int k, int s) {
@@ -100,8 +97,8 @@ experts(const u64* table, const u8* x, float* out, int N, int row_blocks, int k_
                     copy(to + lane * XROW, rows + k * XBYTES + (pair / x_divisor) * x_bytes, XBYTES, full + 8 * s, 0);
 #else
                 for (int r = 0; r < item.group.z; r++) {
-                    const int of = __shfl_sync(FULL, pair, r);
-                    copy(to + r * XROW, rows + k * XBYTES + (of / x_divisor) * x_bytes, XBYTES, full + 8 * s, lane);
+                    const int one = __shfl_sync(FULL, pair, r);
+                    copy(to + r * XROW, rows + k * XBYTES + (one / x_divisor) * x_bytes, XBYTES, full + 8 * s, lane);
                 }
 #endif
             };
@@ -138,8 +135,8 @@ experts(const u64* table, const u8* x, float* out, int N, int row_blocks, int k_
 #if NT == 1  // of a norm that has still to divide by the root of the mean of `squares`: a column for four lanes
         if (norm_parts) {
             float sum = 0.0f;
-            const int of = __shfl_sync(FULL, pair, lane / 4);
-            for (int j = lane % 4; of >= 0 && j < norm_parts; j += 4) sum += squares[(s64)(of / x_divisor) * norm_parts + j];
+            const int own = __shfl_sync(FULL, pair, lane / 4);
+            for (int j = lane % 4; own >= 0 && j < norm_parts; j += 4) sum += squares[(s64)(own / x_divisor) * norm_parts + j];
             sum += __shfl_xor_sync(FULL, sum, 1);
             sum += __shfl_xor_sync(FULL, sum, 2);
             sum = norm_factor(sum, columns, eps);
@@ -162,9 +159,9 @@ experts(const u64* table, const u8* x, float* out, int N, int row_blocks, int k_
             for (int e = 0; e < 2; e++) {
                 const int p = __shfl_sync(FULL, pair, n * 8 + lane % 4 * 2 + e);
                 if (p < 0) continue;
-                float* of = to + p * row_stride;
-                if (row < N) of[0] = acc[n][e] * factor[e];
-                if (row + 8 < N) of[8] = acc[n][2 + e] * factor[e];
+                float* result = to + p * row_stride;
+                if (row < N) result[0] = acc[n][e] * factor[e];
+                if (row + 8 < N) result[8] = acc[n][2 + e] * factor[e];
             }
     }
 }

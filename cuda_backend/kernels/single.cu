@@ -1,6 +1,6 @@
 // single: y = x W' for a step of one row and several matrices: the experts that it chooses, or one per head; more rows: experts.cu
 // Meaning   common/reference.py NumpyOps.route_sigmoid, route_softmax, moe, head_linear   Launcher  cuda_backend/expert_products.py
-// In        w        with CHOICE the table of experts.cu, which also has `last`; else matrices, matrix_bytes apart; choice  choose.cuh
+// In        of       the matrices: matrices.cuh; choice  choose.cuh, with CHOICE
 //           x        packed rows (store.cuh, cols = 1), x_bytes apart, perhaps of a norm without its factor: linear.cu `squares`
 //           y        with MADE: floats, perhaps partial sums, from which row j is made: as they are (SUM) or as gate and up (SWIGLU)
 // Out       out [part][j][N] float32, with PACK one packed row of all j; with CHOICE and SWIGLU also the weights of the experts
@@ -22,7 +22,7 @@
 #define KNOWN (!CHOICE || MADE)
 
 extern "C" __global__ void __launch_bounds__(288, BLOCKS)
-single(const void* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x, s64 x_bytes, In y, Out out, int N, int K,
+single(Matrices of, Choice choice, const u8* x, s64 x_bytes, In y, Out out, int N, int K,
        int k_blocks, int parts, u32 parts_inverse, s64 part_stride, s64 row_stride, const float* squares, int norm_parts,
        float columns, float eps) {
 #if KNOWN
@@ -54,19 +54,19 @@ single(const void* w, s64 matrix_bytes, const u8* last, Choice choice, const u8*
         u64 at[ADDRESSES];
         [[maybe_unused]] float p = 0.0f, total = 0.0f;
         biases(added, choice);
-        places(at, (const u64*)w, j < k ? choice.E : 0);
+        places(at, of, j < k);
         if (!ahead || !BULK) depend();
         int mine = 0;
         [[maybe_unused]] int taken = 0;
         if (j < k || writes)
-            total = choose(choice, choice.logits, writes ? k : j + 1, added, [&](int i, int id, float of) {
+            total = choose(choice, choice.logits, writes ? k : j + 1, added, [&](int i, int id, float probability) {
                 if (i == j) mine = id;
-                if (i == lane) p = of, taken = id;
+                if (i == lane) p = probability, taken = id;
             });
-        const u8* unit = j < k ? place_of(at, (const u64*)w, mine) : last;
+        const u8* unit = j < k ? place_of(at, of, mine) : of.last;
 #else
         [[maybe_unused]] const bool ahead = true;
-        const u8* unit = (const u8*)w + j * matrix_bytes;
+        const u8* unit = of.first + j * of.bytes;
         if (!BULK) depend();
 #endif
         unit += ((s64)row_block * k_blocks + first_k) * UNIT_BYTES;

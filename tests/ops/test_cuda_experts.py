@@ -1,5 +1,7 @@
 """Experts that lie anywhere: the table of addresses that the kernels read, and what is copied where."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend.arrays import Array  # noqa: E402
 from cuda_backend.host_memory import HostMemory  # noqa: E402
-from cuda_backend.memory import Memory, copy_in, upload  # noqa: E402
+from cuda_backend.memory import Memory, upload  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 from cuda_backend.weights import Weight  # noqa: E402
 
@@ -38,8 +40,11 @@ def stack(type_: str, rows: int, columns: int, seed: int) -> Tensor:
     return Tensor("w", type_, shape, data.reshape(E, rows, -1))
 
 
-def move(ops: CudaOps, w: Weight) -> tuple[Memory, HostMemory]:
-    """Move the experts of `w`, half of them to other memory and half to the host's, and leave NaN where they were."""
+def moved(ops: CudaOps, w: Weight) -> tuple[Weight, tuple[Memory, HostMemory]]:
+    """Move the experts of `w`, half of them to other memory and half to the host's, and leave NaN where they were.
+
+    Returns the weight with a table, and the memory to which its experts have moved.
+    """
     (s,) = w.segments
     runtime, stream = cupy.cuda.runtime, ops.context.stream
     device, host = Memory(s.memory.nbytes), HostMemory(s.memory.nbytes, "a test")
@@ -48,9 +53,9 @@ def move(ops: CudaOps, w: Weight) -> tuple[Memory, HostMemory]:
         kind = runtime.memcpyDeviceToDevice if e % 2 else runtime.memcpyDeviceToHost
         runtime.memcpyAsync(place, s.memory.address + e * s.expert_bytes, s.expert_bytes, kind, stream.ptr)
     runtime.memsetAsync(s.memory.address, 0xFF, s.memory.nbytes, stream.ptr)
-    copy_in(s.table, places, stream)
+    table = upload(places, stream)
     stream.synchronize()
-    return device, host
+    return replace(w, segments=(replace(s, places=table, moved=True),)), (device, host)
 
 
 @pytest.mark.parametrize("type_", ["Q4_K", "Q8_0", "F16"])
@@ -62,7 +67,7 @@ def test_a_table_says_where_experts_lie(type_, shared, ops):
     beside = [ops.weight(dense("s", random.normal(scale=0.06, size=n))) for n in ((2 * F, HIDDEN), (HIDDEN, F))]
     x = random.normal(size=(150, HIDDEN)).astype(np.float32)
 
-    def out(T: int) -> np.ndarray:
+    def out(T: int, gate_up: Weight, down: Weight) -> np.ndarray:
         ops.context.arena.reset()
         memory = upload(x[:T], ops.context.stream)
         rows = Array((T, HIDDEN), memory.address, owner=memory)
@@ -71,9 +76,9 @@ def test_a_table_says_where_experts_lie(type_, shared, ops):
         return ops.read(ops.moe(rows, gate_up, down, *ops.route_softmax(ops.linear(rows, router), 3)))
 
     counts = 1, 7, 70 if type_ == "F16" else 150  # values of float16 take longest on a CPU
-    before = [out(T) for T in counts]
-    kept = [move(ops, w) for w in (gate_up, down)]
+    before = [out(T, gate_up, down) for T in counts]
+    weights, kept = zip(*(moved(ops, w) for w in (gate_up, down)), strict=True)
     for T, expected in zip(counts, before, strict=True):
         assert np.isfinite(expected).all()
-        assert np.array_equal(out(T), expected), f"{T} rows"
+        assert np.array_equal(out(T, *weights), expected), f"{T} rows"
     assert len(kept) == 2
