@@ -45,19 +45,22 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u3
 }
 
 // Positions are added up in groups: of 128 up to 4096, of 256 up to 32768, of 1024 up to 131072, of 2048 up to 262144, then of 4096.
+// Each of these ranges counts its groups as if positions from 0 on were in groups of its length, and adds what that leaves out.
 __device__ __forceinline__ int group_begin(int i) {
-    if (i < 32) return i * 128;
-    if (i < 144) return 4096 + (i - 32) * 256;
-    if (i < 240) return 32768 + (i - 144) * 1024;
-    if (i < 304) return 131072 + (i - 240) * 2048;
-    return 262144 + (i - 304) * 4096;
+    int bits = 7, more = 0;
+    if (i >= 32) bits = 8, more = 16;
+    if (i >= 144) bits = 10, more = 112;
+    if (i >= 240) bits = 11, more = 176;
+    if (i >= 304) bits = 12, more = 240;
+    return i - more << bits;
 }
 __device__ __forceinline__ int group_of(int position) {
-    if (position < 4096) return position / 128;
-    if (position < 32768) return 32 + (position - 4096) / 256;
-    if (position < 131072) return 144 + (position - 32768) / 1024;
-    if (position < 262144) return 240 + (position - 131072) / 2048;
-    return 304 + (position - 262144) / 4096;
+    int bits = 7, more = 0;
+    if (position >= 4096) bits = 8, more = 16;
+    if (position >= 32768) bits = 10, more = 112;
+    if (position >= 131072) bits = 11, more = 176;
+    if (position >= 262144) bits = 12, more = 240;
+    return (position >> bits) + more;
 }
 
 // Places for the pieces of a window, which it touches at most two more of than fit it: a power of 2.
