@@ -220,7 +220,7 @@ def heads_to_cache(
     alike = q_norm == k_norm and q_eps == k_eps and bytes(q_rope) == bytes(k_rope)
     if alike and D in (128, 256) and T <= MAX_DECODE_ROWS and float4_aligned(*sources, flat=False) and turns(q_rope):
         ctas = sum(n if x.partials > 1024 // D else -(-n // 4) for x, n in zip(sources, (H, K, K), strict=True))
-        kernel("to_cache", "to_cache", (f"D={D}", *formats))(
+        kernel("to_cache", "to_cache", (f"D={D}", f"ALONE={int(T == 1)}", *formats))(
             (T * ctas,),
             (128,),
             (

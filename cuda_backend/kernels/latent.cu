@@ -71,7 +71,8 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     float *scores = (float*)(ps + ROWS * (TILE + 8));
     const float lowest = -__int_as_float(0x7f800000);
     __shared__ Part own;
-    __shared__ HeadRows planes[2];         // latents, or whole rows, and roped keys
+    __shared__ HeadRows planes[2], own_planes[2];  // latents, or whole rows, and roped keys; for tails, whose pages are read before the wait
+    __shared__ int own_pages[2];                   // the first and the last
     __shared__ int first_of_run, ctas, first_job, first_row, end_row;  // row of the run; its CTAs, and this one's first tile after the trunk
     if (threadIdx.x < 32) {
         const Part part = part_of(step, H, ROWS, 0, blockIdx.y, gridDim.y, first_t, T);
@@ -90,6 +91,12 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
         const Mask mask(step, run, run.first, positions, 0, 0, 0, first_t, T);
         pieces.cut(TILE == 64 ? 6 : 5, mask.past, mask.rows, 0, 0, 0, min((int)gridDim.y, MOST_SINGLE), trunk);
         tails = pieces.tails * (run.branches ? mask.rows * parts : own.blocks);
+        const int page = mask.past / PAGE, last = (mask.past + max(mask.rows, 1) - 1) / PAGE;
+        for (int i = 0; i < 2; i++) {
+            own_planes[i] = planes[i];
+            if (planes[i].table) own_planes[i].table = own_pages - page;
+        }
+        if (planes[0].table) own_pages[0] = planes[0].table[page], own_pages[1] = planes[0].table[last];
     }
     __syncthreads();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = warp % 4, half = warp / 4, mine = threadIdx.x / 8;
@@ -109,11 +116,11 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
         if (begin >= stop || first >= end || (tree && begin >= mask.past + seen)) continue;
         __syncthreads();
         if (threadIdx.x == 0) first_row = first, end_row = end;
-        auto load = [&](int buffer, int place) { load_place(buffers + buffer * LOAD * STRIDE, planes, place); };
+        auto load = [&](int buffer, const HeadRows (&from)[2], int place) { load_place(buffers + buffer * LOAD * STRIDE, from, place); };
         if (job < 0)  // before this step's rows are there
 #pragma unroll 1
             for (int i = 0; i < BUFFERS - LOADS; i++)
-                if (begin + i * LOAD < stop) load(i, begin + i * LOAD + mine);
+                if (begin + i * LOAD < stop) load(i, planes, begin + i * LOAD + mine);
         if (tree && warp == 0) {
             int before = 0;
 #pragma unroll
@@ -129,7 +136,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
 #pragma unroll 1
             for (int i = 0; i < LOADS; i++) {
                 const int at = begin + i * LOAD + mine, n = at - mask.past;  // number n of the step's rows, or of those seen
-                load(i, tree && n >= 0 ? mask.past + line[min(n, seen - 1)] : at);
+                load(i, own_planes, tree && n >= 0 ? mask.past + line[min(n, seen - 1)] : at);
             }
         u16* qs = buffers + (BUFFERS - 1) * LOAD * STRIDE;  // until a tile comes there
         if (first_row + mine < end_row)
@@ -155,7 +162,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
 #pragma unroll 1
             for (int i = 0; i < LOADS; i++) {  // to where the tile before this one was
                 const int next = at + (BUFFERS - LOADS + i) * LOAD;
-                if (next < stop) load((buffer + BUFFERS - LOADS + i) % BUFFERS, next + mine);
+                if (next < stop) load((buffer + BUFFERS - LOADS + i) % BUFFERS, planes, next + mine);
                 commit();
             }
             auto tile_of = [&](int i) { return buffers + (buffer + i < BUFFERS ? buffer + i : buffer + i - BUFFERS) * LOAD * STRIDE; };
@@ -292,11 +299,13 @@ gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, in
         depend();
         return;
     }
-    __shared__ int slot, at_place;  // for registers
+    __shared__ u8* cached;  // the row of the cache, found before the wait
+    [[maybe_unused]] __shared__ u8* roped_cached;
     if (is_row) {
         if (threadIdx.x == 0) {
             const Run& run = run_at(step, t);
-            slot = run.slot, at_place = run.past + t - run.first;
+            const int place = run.past + t - run.first;
+            cached = row_at(cache, run.slot, 0, place, cache.row), roped_cached = APART ? row_at(roped, run.slot, 0, place, roped.row) : 0;
         }
         __syncthreads();
     }
@@ -324,14 +333,14 @@ gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, in
         __syncthreads();
         if (i / 32 * 128 < R) {
             const float4 four = i * 4 < R ? latents[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            u8* row = is_row ? row_at(cache, slot, 0, at_place, row_bytes(KEYS, R)) : (u8*)(q_out + ((s64)t * H + head) * wide);
+            u8* row = is_row ? cached : (u8*)(q_out + ((s64)t * H + head) * wide);
             store_row<R>(!is_row, is_row, row, i / 32, lane, four);
         }
-        if (i >= R && i < W) (is_row ? (u16*)row_at(roped, slot, 0, at_place, 2 * (W - R)) - R : q_out + ((s64)t * H + head) * wide)[i] = to_half(v);
+        if (i >= R && i < W) (is_row ? (u16*)roped_cached - R : q_out + ((s64)t * H + head) * wide)[i] = to_half(v);
         return;
     }
 #endif
-    if (i < (is_row ? W : wide)) (is_row ? (u16*)row_at(cache, slot, 0, at_place, 2 * W) : q_out + ((s64)t * H + head) * wide)[i] = to_half(v);
+    if (i < (is_row ? W : wide)) (is_row ? (u16*)cached : q_out + ((s64)t * H + head) * wide)[i] = to_half(v);
 }
 
 // n rows of the cache from position `first` on as float16 [n][W], as they were before they were rotated; a warp per 128 channels.

@@ -1,17 +1,27 @@
 // to_cache: heads_to_cache.cu for heads of 128 or 256, aligned in fours, in a decoding step
 // Launcher  cuda_backend/attention.py
 // In        q, k, v (T, heads, D) float32 as partial sums     Out  q_out [T][H][D] and the step's rows of the cache
-// Build     D, formats.cuh
+// Build     D, formats.cuh; ALONE: the step has one row
 // Work      a warp per head, or, where it has more partial sums than a warp reads at once, four, each for every fourth of them,
 //           whose first then norms, turns and stores it. Angles and weights before the wait for the kernel before. Few warps:
 //           `split`, which takes whole multiprocessors, starts beside them
 // Assumes   norm, rope and their parameters are the same for q and k; pairs is 0 or a power of two from 4 to 64
 // Bound     launches
 // Tried     variant against what was here then (one H200).
+//           where the result goes found before the wait -> step of one row 1.423 ms against 1.45 (Laguna-XS.2, one H100), 2.022 against
+//             2.044 (WeDLM-8B): kept for one row; of 16 rows 2.398 against 2.33 and 2.390 against 2.373
 //           angles of rope read ahead -> 6.4 us against 6.2: partial sums take its time, not angles
 //           eight warps per head -> `split` 12.1 us against 9.5 at 16 rows of Qwen3.6-27B: they held the registers that its CTAs need
 
 #define PARTS (D / 128)
+#ifndef ALONE
+#define ALONE 0
+#endif
+#if ALONE
+#define BOUND 128, 1  // else the compiler saves registers, and loads wait for those before them
+#else
+#define BOUND 128
+#endif
 #define AT_ONCE (1024 / D)  // partial sums in flight; also in cuda_backend/attention.py
 
 // Every `step`th partial sum from `first` on, added in order. After the last one it is read again, for nothing: prelude.cuh
@@ -34,7 +44,7 @@ __device__ __forceinline__ void add_partials(float4 (&sum)[PARTS], const float* 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(BOUND)
 to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm, const float* q_weight, const float* k_weight,
          float eps, Rope rope, u16* q_out, Plane keys, Plane values, Exact exact) {
     release_next();
@@ -68,6 +78,14 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
         sincospif((float)(2.0 * (turn - rint(turn))), &sine, &cosine);
         c = make_float4(c.y, c.z, c.w, cosine * rope.magnitude), s = make_float4(s.y, s.z, s.w, sine * sign);
     }
+#if ALONE  // where the result goes
+    Plane plane_of_row = values;
+    if (kind == 1) plane_of_row = keys;
+    u8* early = kind == 0 ? (u8*)(q_out + ((s64)t * H + of) * D)
+                          : row_at(plane_of_row, slot, of, place_of(keys, position), kind == 1 ? row_bytes(KEYS, D) : row_bytes(VALUES, D));
+#else
+    u8* early = 0;
+#endif
     depend();
     In x = q;
     if (kind == 1) x = k;
@@ -101,7 +119,8 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
                            self.w * c.w + other.w * s.w);
     const int place = place_of(keys, position);
     if constexpr (EXACT) {
-        u8* row = kind == 0   ? (u8*)(q_out + ((s64)t * H + of) * D)
+        u8* row = ALONE       ? early
+                  : kind == 0 ? (u8*)(q_out + ((s64)t * H + of) * D)
                   : kind == 1 ? row_at(keys, slot, of, place, row_bytes(KEYS, D))
                               : row_at(values, slot, of, place, row_bytes(VALUES, D));
         const int exact_place = place_of(exact.keys, position);
@@ -118,7 +137,8 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
         part = warp_sum(part);
         if (threadIdx.x % 32 == 0) exact.shift[t * H + of] = part;
     } else if constexpr (PACKED || TURN_KEYS || TURN_VALUES) {
-        u8* row = kind == 0   ? (u8*)(q_out + ((s64)t * H + of) * D)
+        u8* row = ALONE       ? early
+                  : kind == 0 ? (u8*)(q_out + ((s64)t * H + of) * D)
                   : kind == 1 ? row_at(keys, slot, of, place, row_bytes(KEYS, D))
                               : row_at(values, slot, of, place, row_bytes(VALUES, D));
 #pragma unroll
@@ -126,7 +146,7 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
     } else {
         Plane plane = values;
         if (kind == 1) plane = keys;
-        u16* to = kind == 0 ? q_out + ((s64)t * H + of) * D : (u16*)row_at(plane, slot, of, place, 2 * D);
+        u16* to = ALONE ? (u16*)early : kind == 0 ? q_out + ((s64)t * H + of) * D : (u16*)row_at(plane, slot, of, place, 2 * D);
 #pragma unroll
         for (int n = 0; n < PARTS; n++)
             *(uint2*)(to + n * 128 + d) = make_uint2(to_half2(e[n].x, e[n].y), to_half2(e[n].z, e[n].w));

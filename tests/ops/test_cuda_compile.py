@@ -120,7 +120,9 @@ def attention_builds(card: Card) -> list[Build]:
     builds: list[Build] = []
     forms = itertools.product((1, 2), ((0, 0), (1, 0), (1, 1)), ((), ("ONLY=1",), ("ONLY=8",)))
     builds += [("pieces", (f"WARPS={n}", f"GATED={gated}", f"WINDOWED={w}", *form)) for n, (gated, w), form in forms]
-    builds += [("to_cache", (f"D={d}",)) for d in (128, 256)] + [("heads_to_cache", ())]
+    builds += [("to_cache", (f"D={d}", f"ALONE={one}")) for d in (128, 256) for one in (0, 1)] + [
+        ("heads_to_cache", ())
+    ]
     builds += [("attention", (*whole_tiles(card, 256)[0], "DIM=256", "IN_PARTS=1"))]
     turned = itertools.product((1, 2), (0, 1), (32, 64, 128))
     builds += [("pieces", (f"WARPS={n}", f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}")) for n, gated, g in turned]
@@ -147,7 +149,7 @@ def packed_builds(card: Card) -> list[Build]:
         )
         exact = (*formats, "EXACT=1")
         for form in (formats, exact):
-            builds += [("to_cache", (f"D={d}", *form))] if d in (128, 256) else []
+            builds += [("to_cache", (f"D={d}", f"ALONE={one}", *form)) for one in (0, 1) if d in (128, 256)]
             builds += [("heads_to_cache", (f"WIDTH={d}", *form))]
             builds += [("attention", (*whole_tiles(card, d)[0], f"DIM={d}", *form))]
         longest = max(FORMATS[name.lower()].row_bytes(d) for name in (keys, values))
