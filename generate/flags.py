@@ -363,7 +363,8 @@ def backend(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
         "--tensor-parallel",
         type=values.positive,
         metavar="N",
-        help="divide every layer among N --devices, or among N processes of mlx.launch (default: divide by layers)",
+        help="divide every layer among N --devices, or for a prompt, --chat and serve among N processes of mlx.launch "
+        "(default: divide by layers)",
     )
 
 

@@ -1,4 +1,4 @@
-"""What several machines give: the formulae against times measured on two H200, their limits, and the command."""
+"""What several machines give: formulae against times on two H200 and over loopback, their limits, and the command."""
 
 import json
 from dataclasses import replace
@@ -71,6 +71,32 @@ def test_layers_that_two_gpus_share_take_what_was_measured(shape, milliseconds):
     part = work_of(synthetic_checkpoint(f"{shape}:q4_k_m"), Ranks(0, 2))
     token = next(way.token for way in ways([host, host], NVLINK, works[shape], part, 512) if "tensor" in way.name)
     assert token == pytest.approx(milliseconds * 1e-3, rel=0.15)
+
+
+# ms per token of a Llama of 16 layers in 4 bits, by width: one process, layers divided over two, every layer divided.
+# Two cores of an AMD EPYC, MLX's CPU device, the ring over loopback, each process bound to a core: medians of five runs
+LOOPBACK = {512: (103.1, 105.3, 87.7), 1024: (322.6, 322.6, 227.3)}
+RING = Link(0.68e9, 158e-6)  # 16 MB, and one number
+
+
+def llama_of_16_layers(width, divided_by=1):
+    """A vocabulary of 49,152, feed-forward networks 2.75 times as wide; a tied head that every rank has."""
+    head, layer = (4.5 / 8 * n for n in (49152 * width, (4 + 3 * 2.75) * width**2 / divided_by))
+    return Work([head + layer, *[layer] * 15], width, head + 16 * layer, 0, 0, 1)
+
+
+@pytest.mark.parametrize("width", LOOPBACK)
+def test_processes_over_loopback_take_what_was_measured(width):
+    """The host as documented, of both models on one core."""
+    small, large = (llama_of_16_layers(w).read for w in LOOPBACK)
+    alone = [1e-3 * LOOPBACK[w][0] for w in LOOPBACK]
+    bandwidth = (large - small) / (alone[1] - alone[0])
+    host = Host("core", 8e9, bandwidth, alone[0] - small / bandwidth, 1e15)
+    work, part = llama_of_16_layers(width), llama_of_16_layers(width, 2)
+    by = {way.name: way for way in ways([host, host], RING, work, part, 64)}
+    _, layers, every = LOOPBACK[width]
+    assert by["pipeline over 2"].token == pytest.approx(1e-3 * layers, rel=0.05)
+    assert by["tensor parallel over 2"].token == pytest.approx(1e-3 * every, rel=0.15)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen35"])
