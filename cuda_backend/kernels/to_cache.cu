@@ -8,8 +8,8 @@
 // Assumes   norm, rope and their parameters are the same for q and k; pairs is 0 or a power of two from 4 to 64
 // Bound     launches
 // Tried     variant against what was here then (one H200).
-//           where the result goes found before the wait -> step of one row 1.423 ms against 1.45 (Laguna-XS.2, one H100), 2.022 against
-//             2.044 (WeDLM-8B): kept for one row; of 16 rows 2.398 against 2.33 and 2.390 against 2.373
+//           where the result goes found before the wait -> step of one row of Laguna-XS.2 1.44 ms against 1.46 (one H100), kept there;
+//             of 16 rows 2.39 against 2.355, whether eight loads are in flight or four (docs/experiments/steps.md)
 //           angles of rope read ahead -> 6.4 us against 6.2: partial sums take its time, not angles
 //           eight warps per head -> `split` 12.1 us against 9.5 at 16 rows of Qwen3.6-27B: they held the registers that its CTAs need
 
