@@ -196,7 +196,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
         }
         __syncthreads();
 
-        // load i of keys and values in turns, -1: none, before the first tile; `later`: not the first tiles, which alone may be a tree's row's
+        // load i of keys and values in turns, -1: none, before the first tile; `later`: not of the first tile, which alone may be a tree's row's
         auto fetch = [&](int i, bool later) {
             const bool of_values = i % 2;
             if (!of_values && (PACKED || !ALONE || D > 128 || ahead < NOWHERE)) start = place_of(keys, ahead);  // in other builds a branch would spill a register
@@ -336,7 +336,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 }
             }
             __syncthreads();
-            fetch(2 * tile + BUFFERS, true);
+            fetch(2 * tile + BUFFERS, BUFFERS > 1 || tile > 0);  // of one buffer the values of this tile
             if (active)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {

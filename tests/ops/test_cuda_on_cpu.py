@@ -49,7 +49,7 @@ def test_row_ops():
         pytest.param("mixtures", "quantized_experts", marks=pytest.mark.slow),
         pytest.param("attention", "of_trees and 65-7 and (6.2.16 or .2.128)", marks=pytest.mark.slow),
         pytest.param("attention", "one_row_of_each and 3", marks=pytest.mark.slow),
-        pytest.param("ops", "before_they_are_stored and 256", marks=pytest.mark.slow),
+        pytest.param("ops", "before_they_are_stored and 256", marks=pytest.mark.compile),
         pytest.param("exact", "one_row_has and (lm4/lm4 or q8_0/q8_0) and 20 and 300-130", marks=pytest.mark.slow),
         pytest.param("ops", "test_op and not 65", marks=pytest.mark.slow),
     ],
