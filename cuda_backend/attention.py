@@ -393,7 +393,8 @@ def combine(
     of_run = 2 if room >= (3 if is_one_run else 6) else 1
     warps = of_run * max(1, min(runs + bool(op), min(room, 12) // of_run))
     gated = int(op > 0 or pieces.window > 0)  # without it those with windows would spill
-    built = f"WARPS={of_run}", f"GATED={gated}", windowed(pieces.window), *packed_only(out)
+    form = f"WARPS={of_run}", f"ALONE={int(step.runs == 1)}", f"GATED={gated}"
+    built = *form, windowed(pieces.window), *packed_only(out)
     built += (f"TURN_VALUES={turn_back}",) if turn_back else ()
     kernel("pieces", "combine", built)(
         blocks,

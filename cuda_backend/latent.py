@@ -48,7 +48,7 @@ def latent_attention(
     out = 0 if rows == T else context.arena.take(T * H * R * 4)
     for first in range(0, T, MAX_DECODE_ROWS):
         n = min(rows, T - first)
-        kernel("latent", "split", _latent(context, kv), shared)(
+        kernel("latent", "split", _latent(context, kv, step.runs == 1), shared)(
             (blocks, shares),
             (256,),
             (
@@ -146,7 +146,7 @@ def _gather(
     (q_from, q_turn), (k_from, k_turn) = before_rope(q_rope), before_rope(k_rope)
     norm = fused("latent cache", latent)
     plain, weight, eps = (*norm.inputs, *norm.parameters) if norm else (latent, None, 0.0)
-    kernel("latent", "gather", _latent(context, kv))(
+    kernel("latent", "gather", _latent(context, kv, step.runs == 1))(
         (T * (H + 1),),
         (-(-max(wide, kv.width) // 32) * 32,),
         (
@@ -193,8 +193,8 @@ def _whole_rows(context: Context, kv: Latent, slot: int, first: int, n: int, roo
     return rows
 
 
-def _latent(context: Context, kv: Latent) -> tuple[str, ...]:
+def _latent(context: Context, kv: Latent, alone: bool = False) -> tuple[str, ...]:
     tile, buffers, _ = latent_tiles(context.card, kv.width)
     sizes = f"R={padded(kv.store.spec.latent_dim)}", f"W={kv.width}", f"TILE={tile}", f"BUFFERS={buffers}"
     formats = ("APART=1", f"KEYS={kv.rows.format.upper()}", f"TURN_KEYS={int(kv.rows.rotated)}") if kv.apart else ()
-    return *sizes, windowed(0), *formats
+    return *sizes, windowed(0), f"ALONE={int(alone)}", *formats

@@ -3,7 +3,7 @@
 // In        cache [capacity][W] float16: the latent padded to R, then the roped key padded to W - R; q [T][H][W] float16 in the
 //           same layout. gather writes both                  Out  sums and stats of pieces.cu, sums [place][T][H][R]
 // Build     APART: latents have a plane of their own, in the format KEYS of formats.cuh; R, W: multiples of 16; TILE: positions of a tile, 32 or 64; BUFFERS: of 32 positions in shared memory, 2 to 5;
-//           WINDOWED, 0: flash.cuh
+//           WINDOWED, 0: flash.cuh; ALONE: split.cu
 // Work      split: 32 rows (t, head) per CTA of 8 warps, the past is divided into pieces of equal length. q stays in registers. For
 //           the products of a tile with q, a warp takes a quarter of the channels and half of the positions; eight lanes compute the
 //           softmax of a row; for the output a warp takes an eighth of the latent's columns of all rows. Tiles with rows of the
@@ -18,6 +18,7 @@
 //           products with the values of a tile at the same time as those with the keys of the next -> 17.4 us against 17.4
 //           tiles of 32 positions everywhere -> 17.5 us against 15.7; but at a few hundred tokens tiles of 64 take 1.3 us more
 //           prefetching the committed part of the step's own tile to L2 before the wait -> 16.5 us against 15.7
+//           the share of a CTA computed by the step's runs with one sequence too -> step 2.079 ms against 2.036 at 128 tokens (one H100)
 // Origin    DeepSeek-V2 (arXiv 2405.04434), FlashAttention-2 (arXiv 2307.08691)
 
 #define STRIDE (W + 8)  // halves
@@ -30,6 +31,9 @@
 
 #ifndef APART
 #define APART 0
+#endif
+#ifndef ALONE
+#define ALONE 0
 #endif
 
 // A row of W by eight threads, a line of it at a time.
@@ -70,25 +74,28 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     u16 *buffers = shared, *ps = buffers + BUFFERS * LOAD * STRIDE;  // ps: the probabilities
     float *scores = (float*)(ps + ROWS * (TILE + 8));
     const float lowest = -__int_as_float(0x7f800000);
+#if ALONE
+    const Part own = {0, (int)blockIdx.x, (int)gridDim.x, (int)blockIdx.y, (int)gridDim.y};
+    constexpr int first_of_run = 0;
+#else
     __shared__ Part own;
-    __shared__ HeadRows planes[2], own_planes[2];  // latents, or whole rows, and roped keys; for tails, whose pages are read before the wait
-    __shared__ int own_pages[2];                   // the first and the last
-    __shared__ int first_of_run, ctas, first_job, first_row, end_row;  // row of the run; its CTAs, and this one's first tile after the trunk
+    __shared__ int first_of_run;
     if (threadIdx.x < 32) {
         const Part part = part_of(step, H, ROWS, 0, blockIdx.y, gridDim.y, first_t, T);
-        if (threadIdx.x == 0) {
-            const Run& run = step->run[max(part.run, 0)];
-            own = part, first_of_run = run.first;
-            planes[0] = rows_of(cache, run.slot, 0, cache.row), planes[1] = rows_of(roped, run.slot, 0, roped.row);
-            ctas = own.shares * own.blocks, first_job = ctas - 1 - (own.share * own.blocks + own.block);
-        }
+        if (threadIdx.x == 0) own = part, first_of_run = step->run[max(part.run, 0)].first;
     }
     __syncthreads();
     if (own.run < 0) return;
+#endif
+    __shared__ HeadRows planes[2], own_planes[2];  // latents, or whole rows, and roped keys; for tails, whose pages are read before the wait
+    __shared__ int own_pages[2];                   // the first and the last
+    __shared__ int ctas, first_job, first_row, end_row;  // CTAs of the run, and this one's first tile after the trunk; rows of a tile
     const int parts = (H + ROWS - 1) / ROWS;
     if (threadIdx.x == 0) {
         const Run& run = step->run[own.run];
-        const Mask mask(step, run, run.first, positions, 0, 0, 0, first_t, T);
+        const Mask mask(step, run, first_of_run, positions, 0, 0, 0, first_t, T);
+        ctas = own.shares * own.blocks, first_job = ctas - 1 - (own.share * own.blocks + own.block);
+        planes[0] = rows_of(cache, run.slot, 0, cache.row), planes[1] = rows_of(roped, run.slot, 0, roped.row);
         pieces.cut(TILE == 64 ? 6 : 5, mask.past, mask.rows, 0, 0, 0, min((int)gridDim.y, MOST_SINGLE), trunk);
         tails = pieces.tails * (run.branches ? mask.rows * parts : own.blocks);
         const int page = mask.past / PAGE, last = (mask.past + max(mask.rows, 1) - 1) / PAGE;
@@ -103,7 +110,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     // first the pieces that begin within a share of the trunk, then tiles of the tail, of a block of rows or of a tree's row
     for (int job = -1; job < tails; job = job < 0 ? first_job : job + ctas) {
         const Run& run = step->run[own.run];
-        const Mask mask(step, run, run.first, positions, 0, 0, 0, first_t, T);  // read again, for registers
+        const Mask mask(step, run, first_of_run, positions, 0, 0, 0, first_t, T);  // read again, for registers
         const int rows = max(0, mask.rows) * H;
         const int who = job < 0 ? own.block : job / pieces.tails, tree = job >= 0 && run.branches, t_of_tree = tree ? who / parts : 0;
         const int first = tree ? t_of_tree * H + who % parts * ROWS : who * ROWS;
@@ -303,7 +310,7 @@ gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, in
     [[maybe_unused]] __shared__ u8* roped_cached;
     if (is_row) {
         if (threadIdx.x == 0) {
-            const Run& run = run_at(step, t);
+            const Run& run = ALONE ? step->run[0] : run_at(step, t);
             const int place = run.past + t - run.first;
             cached = row_at(cache, run.slot, 0, place, cache.row), roped_cached = APART ? row_at(roped, run.slot, 0, place, roped.row) : 0;
         }

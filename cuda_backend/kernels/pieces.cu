@@ -2,8 +2,8 @@
 // Meaning   the end of NumpyOps.attention                    Launcher  cuda_backend/attention.py
 // In        sums [place][T][H][D], stats [place][T][H]: power of 2 and sum of each; perhaps a gate (T, H, DIM)
 // Out       (T, H * DIM) in each requested form (store.cuh); only dense if groups of 32 straddle heads
-// Build     TURN_VALUES: 0, or how many columns are rotated back together: formats.cuh; WARPS: of a run, 1 or 2; GATED: there may be a gate, which takes a third of the registers; WINDOWED: flash.cuh; what
-//           store.cuh says
+// Build     TURN_VALUES: 0, or how many columns are rotated back together: formats.cuh; WARPS: of a run, 1 or 2; GATED: there may
+//           be a gate, which takes a third of the registers; WINDOWED: flash.cuh; ALONE: split.cu; what store.cuh says
 // Work      a CTA per row, head and 128 columns; a warp, or two with 64 columns each, adds up a run of eight groups of positions
 //           at a time, 8 or 16 pieces of it together, then the first adds up the runs
 // Numbers   float32; the order of sums depends on positions alone: the tiles of a group (in split.cu or here), the groups of a
@@ -29,6 +29,9 @@
 //             3.320 at 8
 //           this work in the CTA of `split` that ends last -> not built: write, fence, counter and read took 1.8 to 2.2 us
 
+#ifndef ALONE
+#define ALONE 0
+#endif
 #define MUL_SIGMOID 3  // rows.cu
 #define RUN 8          // groups; cuda_backend/layout.py run_count
 #define AT_ONCE (8 * WARPS)
@@ -51,7 +54,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     __shared__ float4 gates[32];
     const int head = blockIdx.x, t = first_t + blockIdx.y, column = blockIdx.z * 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int mine = column + lane * 4, teams = blockDim.x / 32 / WARPS;
-    const Run& run_of_row = run_at(step, blockIdx.y);
+    const Run& run_of_row = ALONE ? step->run[0] : run_at(step, blockIdx.y);
     const int own_t = blockIdx.y - run_of_row.first;  // in its run
     const Mask mask(step, run_of_row, run_of_row.first, positions, window, sinks, 0, first_t, T);
     Pieces pieces;

@@ -118,14 +118,15 @@ def row_builds() -> list[Build]:
 def attention_builds(card: Card) -> list[Build]:
     """Attention to rows in float16, and what follows it."""
     builds: list[Build] = []
-    forms = itertools.product((1, 2), ((0, 0), (1, 0), (1, 1)), ((), ("ONLY=1",), ("ONLY=8",)))
-    builds += [("pieces", (f"WARPS={n}", f"GATED={gated}", f"WINDOWED={w}", *form)) for n, (gated, w), form in forms]
+    forms = itertools.product(("WARPS=1", "WARPS=2"), ("ALONE=0", "ALONE=1"))
+    kinds = itertools.product(forms, ((0, 0), (1, 0), (1, 1)), ((), ("ONLY=1",), ("ONLY=8",)))
+    builds += [("pieces", (*form, f"GATED={gated}", f"WINDOWED={w}", *only)) for form, (gated, w), only in kinds]
     builds += [("to_cache", (f"D={d}", f"ALONE={one}")) for d in (128, 256) for one in (0, 1)] + [
         ("heads_to_cache", ())
     ]
     builds += [("attention", (*whole_tiles(card, 256)[0], "DIM=256", "IN_PARTS=1"))]
-    turned = itertools.product((1, 2), (0, 1), (32, 64, 128))
-    builds += [("pieces", (f"WARPS={n}", f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}")) for n, gated, g in turned]
+    turned = itertools.product(("WARPS=1", "WARPS=2"), ("ALONE=0", "ALONE=1"), (0, 1), (32, 64, 128))
+    builds += [("pieces", (*form, f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}")) for *form, gated, g in turned]
     tiles = [t for d in (16, 64, 80, 128, 256) for t in splits(card, d)]
     builds += [("split", (*t, f"WINDOWED={w}", f"ALONE={alone}")) for t in tiles for w in (0, 1) for alone in (0, 1)]
     tiles = [t for t, _, ctas in (one_row_tiles(card, d) for d in (64, 128, 256)) if ctas]
@@ -179,7 +180,7 @@ def latent_builds(card: Card) -> list[Build]:
     builds += [
         ("latent", (*latent(card, *w), "APART=1", f"KEYS={f}", f"TURN_KEYS={int(f != 'Q8_0')}")) for f, *w in coded
     ]
-    return builds
+    return [(stem, (*defines, f"ALONE={alone}")) for stem, defines in builds for alone in (0, 1)]
 
 
 def recurrent_builds(card: Card) -> list[Build]:
