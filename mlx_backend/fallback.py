@@ -25,6 +25,7 @@ class FallbackModel:
     """mlx-lm's model of `checkpoint`, with the attributes and methods of `common.models.Model`."""
 
     expert_stream = None
+    prompt_rows = 1
 
     def __init__(self, checkpoint: Checkpoint, ops: MlxOps):
         from mlx_lm.utils import load_model

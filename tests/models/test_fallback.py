@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ import generate
 from common.checkpoint import open_checkpoint
 from common.decode.alone import run_alone
 from common.decode.run import DecoderRun
+from common.engine import Engine
 from common.errors import BimetalError
+from common.options import GenerationOptions
 from common.sampling import Sampler, Sampling
 from common.step import Step
 from generate.backends import open_model
@@ -132,3 +135,63 @@ def test_without_mlx_lm_it_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("generate.backends.find_spec", lambda name: None if name == "mlx_lm" else sys)
     with pytest.raises(BimetalError, match="model_type is 'gemma2'"):
         open_model(open_checkpoint(tmp_path), "mlx")
+
+
+class Ids:
+    """A tokenizer of tokens without text or end."""
+
+    end_ids: frozenset[int] = frozenset()
+    vocab_size = 0
+
+    def decoder(self):
+        return SimpleNamespace(push=lambda token: "")
+
+
+class Cache:
+    """The tokens so far, as mlx-lm's caches hold keys and values."""
+
+    def __init__(self, mx):
+        self.state = mx.zeros(0, mx.int32)
+
+    def empty(self) -> bool:
+        return not self.state.size
+
+
+def network_of(mx, vocab):
+    """A network by which the token after tokens of sum s is 7 s + 1 modulo the vocabulary."""
+
+    def logits(tokens, cache):
+        seen, own = cache[0].state, tokens[0]
+        cache[0].state = mx.concatenate([seen, own])
+        return mx.eye(vocab)[(7 * (seen.sum() + mx.cumsum(own)) + 1) % vocab][None]
+
+    return logits
+
+
+def test_the_engine_runs_what_mlx_lm_loads(monkeypatch):
+    """A stand-in for two functions of mlx-lm: a prompt of several steps, and one that continues its state."""
+    mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
+    from mlx_backend.fallback import FallbackModel
+    from mlx_backend.ops import MlxOps
+
+    vocab, context = 50, 1200
+    values = {
+        "mlx_lm": {},
+        "mlx_lm.utils": {"load_model": lambda path: (network_of(mx, vocab),)},
+        "mlx_lm.models": {},
+        "mlx_lm.models.cache": {"make_prompt_cache": lambda network: [Cache(mx)]},
+    }
+    for name in values:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(values[name])
+    monkeypatch.setattr(FallbackModel, "step_bytes", 0)
+    config = {"model_type": "unheard", "vocab_size": vocab, "max_position_embeddings": context}
+    model = FallbackModel(SimpleNamespace(config=config, path="a folder"), MlxOps())
+    engine, options = Engine(model, Ids(), context), GenerationOptions(max_tokens=5)
+    text = np.random.default_rng(0).integers(0, vocab, 1000).tolist()
+    for _ in range(2):
+        reply = [token for piece in engine.stream(text, options) for token in piece.tokens]
+        for token in reply:
+            assert token == (7 * sum(text) + 1) % vocab
+            text.append(token)
+        text += [4, 4]
