@@ -60,6 +60,7 @@ class Backend(ABC):
     runs_ahead = False  # whether a step can be launched on a token that the host has not read yet
     joins = False  # whether a step can have rows of several sequences
     micro_batches = 1  # steps of different sequences that are computed at the same time, on different devices
+    divides = False  # whether a step may compute some layers of a model, and a later one those after them
     replays = False  # whether a step of few rows is replayed from a captured graph
     warm_rows: Sequence[int] = ()  # of steps that are slow at first, because kernels compile or graphs are captured
     draws = False  # whether `sample` can draw at random without copying logits to the host
@@ -196,6 +197,9 @@ class Backend(ABC):
         """
         out = fn(state, step)
         return out if kept is None else out[kept]
+
+    def compute(self, x: Array) -> None:  # noqa: B027
+        """Compute x, on a backend that would only do so once its values are needed."""
 
     @abstractmethod
     def read(self, x: Array) -> np.ndarray:

@@ -67,6 +67,7 @@ class Engine:
         self.target = Target(model, decoding, tokenizer, context)
         self.model, self.parallel, self.prefixes = model, parallel, prefixes
         joins = model.ops.joins and isinstance(model, Model)
+        self._divides = joins and parallel > 1  # steps of prompts, so that decoding does not wait for a whole one
         self.schedule = Schedule(joins, queue, batches=model.ops.micro_batches if joins else 1)
         self.memory = Slots(model, context, parallel, tokens)
         self.running: list[Sequence] = []
@@ -282,7 +283,7 @@ class Engine:
             with suppress(ValueError):
                 queue.remove(sequence)
         self._share_rows()
-        sequence.request = None
+        sequence.request = sequence.parts = None
         if sequence.reads:
             sequence.first = sequence.last = time.perf_counter() if sequence.slot else 0.0
         if sequence.tuner is not None:
@@ -314,11 +315,10 @@ class Engine:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def _read_prompt(self, sequence: Sequence) -> None:
-        """Run the next step of a prompt."""
-        state, step, rows = sequence.prompt_step()
+        """Run the next step of a prompt, or a part of one."""
         self._prompt_steps += 1
         try:
-            logits = self.model.forward(state, step, rows)
+            read = sequence.read(self._divides)
         except NoRoomError as error:
             self._make_room(error)
             return
@@ -328,6 +328,9 @@ class Engine:
         except Exception as error:
             self._fail(error)
             return
+        if read is None:
+            return
+        step, logits = read
         try:
             if not sequence.commit_prompt_step(step, logits, self.prefixes):
                 self._decode(sequence, logits)
@@ -347,11 +350,11 @@ class Engine:
     def _share_rows(self) -> None:
         """Divide the rows of a step among the sequences that draft, by a limit of the draft tokens of each.
 
-        While several steps of prompts are to be read, no sequence runs ahead.
+        While several steps of prompts, or parts of one, are to be read, no sequence runs ahead.
         """
         runs = [each.run for each in self.running if each.run is not None]
         reading = [each for each in self.running if each.run is None]
-        runs_ahead = not reading or (len(reading) == 1 and not reading[0].reads_twice)
+        runs_ahead = not reading or (len(reading) == 1 and not reading[0].reads_twice(self._divides))
         for run in runs:
             run.runs_ahead = runs_ahead
         drafting = [run for run in runs if run.options.drafts]

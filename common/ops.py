@@ -263,7 +263,7 @@ class Ops(Backend):
         return block(x)
 
     def keep(self, x: Array) -> Array:
-        """Return x in memory that later layers do not overwrite, for hidden states that a draft reads in `scope`."""
+        """Return x in memory that later layers do not overwrite, for hidden states that are read after them."""
         return x
 
     def all_reduce(self, x: Array) -> Array:

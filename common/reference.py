@@ -47,7 +47,7 @@ class NumpyOps(Ops):
     name = "numpy"
     item_bytes = 4
     cache_pairs = ALL_PAIRS
-    joins = True
+    joins = divides = True
 
     def weight(self, *parts: Tensor) -> Weight:
         if len(parts) == 1:

@@ -2,9 +2,10 @@
 
 - A waiting sequence begins when a slot and memory are free for it: the highest priority first, of equal ones the
   oldest. At most MOST_SKIPS later sequences may overtake one for which memory is not free.
+- A long step of a prompt is computed in parts of consecutive layers, between which others decode.
 - While sequences decode, steps of prompts take at most half of the host's time, which is that of the steps where the
-  host waits for them. Where it does not wait, one of them and one of decoding take turns. Prompts are read one after
-  another.
+  host waits for them. Where it does not wait, a part of one and a step of decoding take turns. Prompts are read one
+  after another.
 - A step of decoding has at most `most_rows` rows. A sequence for which a step had no room is first in the next one.
 - If a backend computes several steps at once, decoding sequences are divided into as many micro-batches, whose sizes
   differ by at most one, and which take turns. A sequence stays in its micro-batch if the sizes allow it.
@@ -38,6 +39,7 @@ class Item(Protocol):
     priority  higher begins first, and has its prompt read first
     arrival   grows from one to the next
     reads     whether its next step is one of its prompt
+    is_divided  whether a part of that step has run
     rows      of its next step, where it decodes
     waited    steps of decoding since the last that had room for it
     skips     later arrivals that began before it
@@ -50,6 +52,9 @@ class Item(Protocol):
 
     @property
     def reads(self) -> bool: ...
+
+    @property
+    def is_divided(self) -> bool: ...
 
     @property
     def rows(self) -> int: ...
@@ -99,7 +104,7 @@ class Schedule:
         readers = [item for item in running if item.reads]
         if not readers or (self.owed > 0 and any(not item.reads for item in running)):
             return None
-        return min(readers, key=lambda item: (-item.priority, item.arrival))
+        return min(readers, key=lambda item: (not item.is_divided, -item.priority, item.arrival))
 
     def step(self, decoders: list[T]) -> list[T]:
         """Select sequences whose rows fit one step: first the ones that waited longest, then those of fewest rows.

@@ -89,6 +89,7 @@ class Sequence:
     granted  tokens for which memory was free at the last check
     waited   steps of decoding since the last that had room for the sequence's rows
     skips    number of later calls that began before this one
+    parts    what is left of the prompt's step whose parts are being computed; None: the next step begins
     """
 
     def __init__(self, target: Target, call: Call):
@@ -114,6 +115,7 @@ class Sequence:
         self.request: Rows | Draft | None = None
         self.tuner: TunerShare | None = None
         self.run: DecoderRun | None = None
+        self.parts: Generator[None, None, Array] | None = None
         self.cached = self.matched = self.new = self.opened = 0
         self.started = self.first = self.last = 0.0
         self.reading = self._reading()
@@ -141,9 +143,20 @@ class Sequence:
         return self.decoder is None
 
     @property
-    def reads_twice(self) -> bool:
-        """Test whether more than one step of its prompt is left to read, once it has begun."""
-        return self.slot is not None and self.reading.next_cut(self.slot.state.length) < self.end
+    def is_divided(self) -> bool:
+        """Test whether some parts of the prompt's next step have been computed."""
+        return self.parts is not None
+
+    def reads_twice(self, divides: bool) -> bool:
+        """Test whether more than one step of its prompt is left to read, once it has begun, or parts of one.
+
+        divides  whether steps of prompts are computed in parts
+        """
+        if self.slot is None:
+            return False
+        at = self.slot.state.length
+        cut = self.reading.next_cut(at)
+        return cut < self.end or (divides and self.target.model.divides(cut - at))
 
     @property
     def rows(self) -> int:
@@ -205,14 +218,32 @@ class Sequence:
         plain = self.speculation.kind == "off" and target_of(model) is model is self.target.decoding
         return plain and self.call.shared == last and cached <= last
 
-    def prompt_step(self) -> tuple[State, Step, slice]:
-        """Return (the state, the next step of the prompt, the rows whose logits are needed)."""
+    def read(self, divides: bool) -> tuple[Step, Array] | None:
+        """Run the next step of the prompt, or if it `divides` the next part of one; return a step that is complete.
+
+        Its logits (n, vocab) are those of the prompt's last row, or of none.
+        """
+        step, rows = self._prompt_step()
+        assert self.slot
+        model, state = self.target.model, self.slot.state
+        if not divides:
+            return step, model.forward(state, step, rows)
+        parts, self.parts = self.parts or model.forward_in_parts(state, step, rows), None
+        try:
+            next(parts)
+        except StopIteration as done:
+            return step, done.value
+        self.parts = parts
+        return None
+
+    def _prompt_step(self) -> tuple[Step, slice]:
+        """Return (the next step of the prompt, the rows whose logits are needed)."""
         assert self.slot
         at = self.slot.state.length
         cut = self.reading.next_cut(at)
         n = cut - at
         rows = slice(n - 1, n) if cut == len(self.prompt) else slice(0, 0)
-        return self.slot.state, Step.chain(np.asarray(self.prompt[at:cut], np.int32), at), rows
+        return Step.chain(np.asarray(self.prompt[at:cut], np.int32), at), rows
 
     def commit_prompt_step(self, step: Step, logits: Array, prefixes: Prefixes | None) -> bool:
         """Commit a step of the prompt; return whether more steps are left."""

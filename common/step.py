@@ -7,7 +7,7 @@ path are forgotten.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -40,12 +40,14 @@ class Step:
     parents    (T,) int32 row that each row continues, PAST for the committed past, always smaller than the row's own
                index; None: a block whose rows all see each other (the DFlash draft)
     slots      (T,) int32 sequence of each row
+    hidden     (T, hidden) what layers before gave, where a step begins with a later layer; None: it begins with tokens
     """
 
     tokens: Any
     positions: np.ndarray
     parents: np.ndarray | None
     slots: np.ndarray
+    hidden: Any = field(default=None, kw_only=True)
 
     @classmethod
     def chain(cls, tokens: Any, start: int, slot: int = 0) -> "Step":

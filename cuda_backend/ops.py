@@ -58,7 +58,7 @@ class CudaOps(Ops):
     name = "cuda"
     item_bytes = 2  # of a cached key or value; activations are float32
     warm_rows = (*BUCKETS, *LONG_WARM)
-    runs_ahead = replays = draws = checks_scales = reserves = joins = True
+    runs_ahead = replays = draws = checks_scales = reserves = joins = divides = True
     cache_pairs = PAIRS
 
     def __init__(self, experts: HotExperts | None = None) -> None:

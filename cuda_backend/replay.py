@@ -66,6 +66,7 @@ class DeviceStep:
     one_row_each  whether each of several sequences has one row
     is_block      whether all rows of a sequence see each other
     slot, past    slot and committed positions of the one sequence of a prefill step
+    hidden        as Step.hidden
     """
 
     tokens: Array
@@ -78,6 +79,7 @@ class DeviceStep:
     is_block: bool = False
     slot: int = 0
     past: int = 0
+    hidden: Array | None = None
 
     @property
     def prefill(self) -> bool:
@@ -126,6 +128,7 @@ class Inputs:
         self.memory = Memory(END + 8 * rows, stream)
         self.tokens = self.memory.address + END + 4 * rows
         self.sampled: Array | None = None  # the array whose tokens lie there already: `place_for`
+        self.hidden = Memory(0)
         self.steps: dict[tuple[Shape, bool], DeviceStep] = {}
         cupy.cuda.runtime.memsetAsync(self.memory.address, 0, self.memory.nbytes, stream.ptr)
 
@@ -192,6 +195,17 @@ class Inputs:
             if not on_host:  # drawn, or chosen by an earlier step than the last
                 given = step.tokens.address
                 runtime.memcpyAsync(self.tokens, given, 4 * T, runtime.memcpyDeviceToDevice, self.stream.ptr)
+
+    def place_hidden(self, hidden: Array | None) -> Array | None:
+        """Copy a step's hidden states (T, n) to an address that is the same for all steps of one model."""
+        if hidden is None:
+            return None
+        T, n = hidden.shape
+        if self.hidden.nbytes < 4 * self.rows * n:
+            self.hidden = Memory(4 * self.rows * n, self.stream)
+        runtime, size = cupy.cuda.runtime, 4 * T * n
+        runtime.memcpyAsync(self.hidden.address, hidden.address, size, runtime.memcpyDeviceToDevice, self.stream.ptr)
+        return Array((T, n), self.hidden.address, owner=self.hidden)
 
     def step(self, shape: Shape, is_block: bool = False) -> DeviceStep:
         """The step of a shape that lies here."""
@@ -269,7 +283,8 @@ class Replay:
         inputs.upload(step, kept, runs)
         if shape.T <= MAX_DECODE_ROWS:
             return inputs.step(shape, step.parents is None)
-        return replace(inputs.step(Shape(shape.T)), slot=runs[0].run.slot, past=runs[0].past)
+        hidden = inputs.place_hidden(step.hidden)
+        return replace(inputs.step(Shape(shape.T)), slot=runs[0].run.slot, past=runs[0].past, hidden=hidden)
 
     def inputs_for(self, step: Step, own: bool = False) -> Inputs:
         """Return memory for a step: that which graphs read, or separate memory for a call outside of `run`."""

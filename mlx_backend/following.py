@@ -80,7 +80,7 @@ class GroupOps(MlxOps):
     sends_tokens  whether followers embed the tokens of a step
     """
 
-    runs_ahead = joins = False
+    runs_ahead = joins = divides = False
     sends_tokens = False
 
     def __init__(self, dtype: mx.Dtype, group: Group):

@@ -41,7 +41,7 @@ class MlxOps(Ops):
     """Ops on MLX arrays; `dtype`: activations, dense weights, affine scales, KV. Recurrent matrices are float32."""
 
     name = "mlx"
-    runs_ahead = joins = True
+    runs_ahead = joins = divides = True
     built = None  # MLX compiles kernels when arrays are computed
     cache_pairs = ALL_PAIRS
 
@@ -297,6 +297,9 @@ class MlxOps(Ops):
         if (out == NOT_A_TOKEN).any():
             raise NotFiniteError("the logits of a row hold NaN")
         return out
+
+    def compute(self, x: Array) -> None:
+        mx.eval(x)
 
     def copy_bandwidth(self) -> float:
         if mx.default_device().type == mx.DeviceType.cpu:

@@ -19,7 +19,7 @@ from common.demo import demo_path
 from common.engine import Engine
 from common.errors import BimetalError, NoRoomError
 from common.kv_cache import CacheOptions
-from common.models import load_model
+from common.models import PARTS, load_model
 from common.models.drafts import load_pair
 from common.models.window import bounded
 from common.options import GenerationOptions
@@ -209,8 +209,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_a_text_does_not_depend_on_what_else_runs(kind, name, tmp_path):
+def test_a_text_does_not_depend_on_what_else_runs(kind, name, tmp_path, monkeypatch):
     """Random arrivals, lengths, samplers, decoders and cancellations: tokens, log-probabilities and the final state."""
+    monkeypatch.setattr("common.models.DIVIDED_ROWS", 20)
     model, options = models(kind, name, NumpyOps(), tmp_path)
     random = np.random.default_rng(len(kind) * 10 + len(name))
     engine = Engine(model, Ids(), CONTEXT, parallel=5)
@@ -347,6 +348,74 @@ def test_no_token_waits_for_the_next_prompt_step(monkeypatch):
     for _ in range(4):
         engine.turn()
         assert steps[0] - first.sequence.new + 1 == 1
+
+
+def steps_of(monkeypatch):
+    """List the rows of each step that NumpyOps runs."""
+    rows, run = [], NumpyOps.run
+    monkeypatch.setattr(
+        NumpyOps,
+        "run",
+        lambda ops, fn, state, step, *kept: (rows.append(len(step)), run(ops, fn, state, step, *kept))[1],
+    )
+    return rows
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen35", "laguna", "glm"])
+def test_others_decode_between_the_parts_of_a_prompts_step(name, monkeypatch):
+    """Parts of layers give the bits of whole steps, of which a reply alone has its prompt read."""
+    model, random = tiny.load(name, NumpyOps()), np.random.default_rng(2)
+    long = random.choice(tiny.golden(name)["ids"], 300).tolist()
+    parts = min(PARTS, len(model.weights.layers))
+    whole, first_alone = alone(model, long, max_tokens=3), alone(model, [5, 6, 7], max_tokens=40)
+    engine = without_clock(Engine(model, Ids(), CONTEXT, parallel=2))
+    engine.schedule.has_read = lambda seconds, decoders: setattr(engine.schedule, "owed", 1.0 if decoders else 0.0)
+    engine.schedule.has_decoded = lambda seconds: setattr(engine.schedule, "owed", 0.0)
+    rows = steps_of(monkeypatch)
+    first = keeps_state(submit(engine, [5, 6, 7], max_tokens=40))
+    while first.sequence.new < 5:
+        engine.turn()
+    rows.clear()
+    other = keeps_state(submit(engine, long, max_tokens=3))
+    drain(engine, [first, other])
+    at = [i for i, count in enumerate(rows) if count == 300]
+    assert len(at) == parts >= 3
+    assert all(rows[i - 1] == 1 for i in at[1:]), rows
+    assert (first.tokens, other.tokens) == (first_alone.tokens, whole.tokens)
+    for reply, by_itself in ((first, first_alone), (other, whole)):
+        assert all(np.array_equal(reply.state[key], by_itself.state[key]) for key in by_itself.state)
+
+
+def test_a_cancelled_prompt_leaves_nothing_of_its_parts():
+    model = tiny.load("qwen35", NumpyOps())
+    engine = Engine(model, Ids(), CONTEXT, parallel=2)
+    cancelled = submit(engine, 300 * [5], max_tokens=4)
+    engine.turn()
+    assert cancelled.sequence.is_divided
+    cancelled.call.cancel.set()
+    engine.drain()
+    assert (cancelled.reason, cancelled.sequence.is_divided) == ("cancelled", False)
+    other = submit(engine, [5, 6, 7], max_tokens=4)
+    engine.drain()
+    assert other.tokens == alone(model, [5, 6, 7], max_tokens=4).tokens
+
+
+def test_the_parts_of_a_step_come_one_after_another():
+    """A higher priority waits for the end of a step; where memory runs out, the step runs again."""
+    model = tiny.load("qwen35", NumpyOps())
+    engine = without_clock(Engine(model, Ids(), CONTEXT, parallel=2))
+    first = submit(engine, 300 * [5], max_tokens=4)
+    engine.turn()
+    urgent = submit(engine, 300 * [6], priority=1, max_tokens=4)
+    engine.turn()
+    assert first.sequence.is_divided
+    assert not urgent.sequence.is_divided
+    engine._make_room(NoRoomError("for a test"))
+    assert engine.suspended == [first.sequence]
+    assert not first.sequence.is_divided
+    engine.drain()
+    assert first.tokens == alone(model, 300 * [5], max_tokens=4).tokens
+    assert urgent.tokens == alone(model, 300 * [6], max_tokens=4).tokens
 
 
 def test_tokens_of_a_step_are_sampled_in_one_call(monkeypatch):

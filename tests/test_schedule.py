@@ -21,6 +21,7 @@ class Fake:
     waited: int = 0
     skips: int = 0
     begun: float = -1.0
+    is_divided: bool = False
     ran: list[float] = field(default_factory=list)
 
     @property

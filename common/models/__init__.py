@@ -1,7 +1,7 @@
 """The architectures, by the names that checkpoints give them, and one function that loads any of them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -36,6 +36,8 @@ ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config
 }
 
 
+PARTS = 4  # most into which the layers of a prompt's step are divided
+DIVIDED_ROWS = 257  # fewest rows of a step that is divided: shorter ones take little more time than a step of decoding
 KIND_KEYS = ("architectures", "general.architecture", "speculators_model_type")  # that name the kind of a draft
 DRAFTS = ("dflash", "dspark", "eagle3")  # marks of drafts, some of which have a model's model_type
 
@@ -154,6 +156,33 @@ class Model:
             return self.ops.run(self._last_row, state, step)
         return self.ops.run(partial(self._logits, rows=slice(start, stop, stride)), state, step)
 
+    def forward_in_parts(self, state: State, step: Step, rows: slice) -> Generator[None, None, Array]:
+        """Compute what `forward` returns in parts of consecutive layers; yields between them.
+
+        Other sequences may run steps meanwhile. A step that is not finished has changed nothing that another one sees.
+        """
+        if not self.divides(len(step)):
+            return self.forward(state, step, rows)
+        *parts, (no_row, last_row) = self._parts
+        for part in parts:
+            step = replace(step, hidden=self.ops.run(part, state, step))
+            self.ops.compute(step.hidden)
+            yield
+        return self.ops.run(no_row if rows.start == rows.stop else last_row, state, step)
+
+    def divides(self, rows: int) -> bool:
+        """Test whether `forward_in_parts` divides a step of a prompt of so many rows."""
+        whole = self.expert_stream is not None or not (self.repeats and self.ops.divides)
+        return not whole and rows >= DIVIDED_ROWS
+
+    @cached_property
+    def _parts(self) -> list[Any]:
+        """Compute the parts of a long step, a function each; of the last part two, without logits and with a row's."""
+        count, parts = len(self.weights.layers), min(PARTS, len(self.weights.layers))
+        layers = [range(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
+        last = [Repeated(self._part, rows=rows, layers=layers[-1]) for rows in (slice(0, 0), slice(-1, None))]
+        return [*(Repeated(self._part, rows=slice(None), layers=each) for each in layers[:-1]), last]
+
     @cached_property
     def _every_row(self) -> Callable[[State, Step], Array]:
         """Compute a decoder's step: one function for all steps, so that a backend may capture it."""
@@ -176,6 +205,9 @@ class Model:
 
     def _logits(self, state: State, step: Step, rows: slice) -> Array:
         return self.definition.forward(self.ops, self.config, self.weights, state, step, rows)
+
+    def _part(self, state: State, step: Step, rows: slice, layers: range) -> Array:
+        return self.definition.forward(self.ops, self.config, self.weights, state, step, rows, layers)
 
 
 OpenExperts = Callable[[Checkpoint, Layout, Any], ExpertStream]  # also takes the model's configuration

@@ -1,8 +1,9 @@
-"""Parts that model files share: reading rope settings, the dense FFN, experts chosen by a sigmoid router, the head."""
+"""Parts that model files share: rope settings, the dense FFN, experts chosen by a sigmoid router, layers, the head."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from common.errors import BimetalError
 from common.ops import Array, ExpertWeights, Ops, Rope
 from common.quants import dequantize
 from common.shards import ONE, Ranks, Shard, by_columns, by_expert_rows, by_rows
+from common.step import State, Step
 from common.tensors import Tensor, same_axes
 from common.weights import ExpertMatrix, Matrix, Names, Stored, Table, Vector
 
@@ -144,6 +146,30 @@ def head_weight(c: Any, embed: Stored, head: Stored) -> Matrix | None:
     if rows < c.vocab:
         return Matrix(replace(stored, shape=(rows, c.hidden), shard=by_rows(c.ranks.of(rows))))
     return None if c.tied else Matrix(stored)
+
+
+def through(
+    block: Callable[..., Array],
+    ops: Ops,
+    c: Any,
+    w: Any,
+    state: State,
+    step: Step,
+    rows: slice = slice(None),
+    layers: range | None = None,
+) -> Array:
+    """Compute layers: the logits (n, vocab) of `rows` of the step, or if more layers follow, the output (T, hidden).
+
+    block   computes a layer: of (ops, c, its weights, state, step, its number, the rows that it keeps, x)
+    layers  which to compute, from step.hidden on if they are not the first ones; None: all
+    """
+    count = len(w.layers)
+    layers = range(count) if layers is None else layers
+    x = step.hidden if layers.start else ops.embed(w.embed, step.tokens)
+    for i in layers:
+        kept = rows if i + 1 == count else slice(None)  # nothing after the last mixer mixes rows
+        x = ops.scope(i, partial(block, ops, c, w.layers[i], state, step, i, kept), x)
+    return head(ops, c, w, x) if layers.stop == count else ops.keep(x)
 
 
 def head(ops: Ops, c: Any, w: Any, x: Array) -> Array:

@@ -21,12 +21,12 @@ from common.models.blocks import (
     check_sizes,
     ffn_weights,
     gguf_rope,
-    head,
     head_weight,
     hf_rope,
     sigmoid_moe,
     sigmoid_moe_weights,
     swiglu_ffn,
+    through,
 )
 from common.ops import Array, LatentWeights, Ops, Rope
 from common.quants import dequantize
@@ -315,13 +315,11 @@ def mtp_spec(c: Config) -> LayerSpec:
     return {"latent": LatentSpec(c.latent, c.rope_dim)}
 
 
-def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None)) -> Array:
-    """The logits (n, vocab) of `rows` of the step."""
-    x = ops.embed(w.embed, step.tokens)
-    for i, layer in enumerate(w.layers):
-        kept = rows if i + 1 == len(w.layers) else slice(None)  # nothing after the last mixer mixes rows
-        x = ops.scope(i, partial(block, ops, c, layer, state, step, i, kept), x)
-    return head(ops, c, w, x)
+def forward(
+    ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None), layers: range | None = None
+) -> Array:
+    """The logits (n, vocab) of `rows` of the step; of some `layers`, what blocks.through returns."""
+    return through(block, ops, c, w, state, step, rows, layers)
 
 
 def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, kept: slice, x: Array) -> Array:

@@ -16,12 +16,12 @@ from common.models.blocks import (
     check_sizes,
     ffn_weights,
     gguf_rope,
-    head,
     head_weight,
     hf_rope,
     sigmoid_moe,
     sigmoid_moe_weights,
     swiglu_ffn,
+    through,
 )
 from common.ops import Array, Ops, Rope
 from common.shards import ONE, Ranks, by_columns, by_rows
@@ -292,17 +292,15 @@ def state_spec(c: Config) -> list[LayerSpec]:
     return [sliding if slides else full for slides in c.is_sliding]
 
 
-def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None)) -> Array:
-    """The logits (n, vocab) of `rows` of the step."""
-    x = ops.embed(w.embed, step.tokens)
-    for i, layer in enumerate(w.layers):
-        kept = rows if i + 1 == len(w.layers) else slice(None)  # nothing after the last mixer mixes rows
-        x = ops.scope(i, partial(block, ops, c, layer, state[i], step, kept, i), x)
-    return head(ops, c, w, x)
+def forward(
+    ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None), layers: range | None = None
+) -> Array:
+    """The logits (n, vocab) of `rows` of the step; of some `layers`, what blocks.through returns."""
+    return through(block, ops, c, w, state, step, rows, layers)
 
 
-def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, kept: slice, layer: int, x: Array) -> Array:
-    mixed = attention(ops, c, w, state.kv, step, layer, ops.rms_norm(x, w.attn_norm, c.eps))
+def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, kept: slice, x: Array) -> Array:
+    mixed = attention(ops, c, w, state[layer].kv, step, layer, ops.rms_norm(x, w.attn_norm, c.eps))
     x = ops.add(x, ops.all_reduce(mixed))[kept]
     z = ops.rms_norm(x, w.ffn_norm, c.eps)
     ffn = sigmoid_moe(ops, c.experts, w, z) if c.is_sparse[layer] else swiglu_ffn(ops, w, z)

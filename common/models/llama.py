@@ -4,7 +4,6 @@ Qwen3 norms each q and k head before rope; WeDLM-8B is Qwen3 with other weights.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
-from common.models.blocks import ffn_weights, gguf_rope, head, head_sizes, head_weight, hf_rope, swiglu_ffn
+from common.models.blocks import ffn_weights, gguf_rope, head_sizes, head_weight, hf_rope, swiglu_ffn, through
 from common.ops import Array, Ops, Rope
 from common.shards import ONE, Ranks, by_columns, by_rows
 from common.step import State, Step
@@ -183,17 +182,15 @@ def state_spec(c: Config) -> list[LayerSpec]:
     return [{"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}] * c.layers
 
 
-def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None)) -> Array:
-    """The logits (n, vocab) of `rows` of the step."""
-    x = ops.embed(w.embed, step.tokens)
-    for i, layer in enumerate(w.layers):
-        kept = rows if i + 1 == len(w.layers) else slice(None)  # nothing after the last mixer mixes rows
-        x = ops.scope(i, partial(block, ops, c, layer, state[i], step, kept), x)
-    return head(ops, c, w, x)
+def forward(
+    ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None), layers: range | None = None
+) -> Array:
+    """The logits (n, vocab) of `rows` of the step; of some `layers`, what blocks.through returns."""
+    return through(block, ops, c, w, state, step, rows, layers)
 
 
-def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, kept: slice, x: Array) -> Array:
-    mixed = attention(ops, c, w, state.kv, step, ops.rms_norm(x, w.attn_norm, c.eps))
+def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, kept: slice, x: Array) -> Array:
+    mixed = attention(ops, c, w, state[layer].kv, step, ops.rms_norm(x, w.attn_norm, c.eps))
     x = ops.add(x, ops.all_reduce(mixed))[kept]
     return ops.add(x, ops.all_reduce(swiglu_ffn(ops, w, ops.rms_norm(x, w.ffn_norm, c.eps))))
 

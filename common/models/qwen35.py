@@ -15,9 +15,9 @@ from common.models.blocks import (
     MtpNames,
     RowFn,
     ffn_weights,
-    head,
     head_weight,
     swiglu_ffn,
+    through,
 )
 from common.models.qwen35_config import Config
 from common.models.qwen35_config import for_rank as for_rank
@@ -250,13 +250,11 @@ def mtp_spec(c: Config) -> LayerSpec:
     return {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}
 
 
-def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None)) -> Array:
-    """The logits (n, vocab) of `rows` of the step."""
-    x = ops.embed(w.embed, step.tokens)
-    for i, layer in enumerate(w.layers):
-        kept = rows if i + 1 == len(w.layers) else slice(None)  # nothing after the last mixer mixes rows
-        x = ops.scope(i, partial(block, ops, c, layer, state, step, i, kept), x)
-    return head(ops, c, w, x)
+def forward(
+    ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None), layers: range | None = None
+) -> Array:
+    """The logits (n, vocab) of `rows` of the step; of some `layers`, what blocks.through returns."""
+    return through(block, ops, c, w, state, step, rows, layers)
 
 
 def halves(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int) -> tuple[RowFn, RowFn]:

@@ -156,7 +156,9 @@ class Recurrent:
         """
         step.order()
         whole = len(step) > MAX_DECODE_ROWS
-        if not whole:
+        if whole:  # which may run in parts, between which the steps of others overwrite rows
+            self.apply([run.slot for run in runs if len(self.pairs[run.slot].path)])
+        else:
             if self.batches > 1:
                 self._choose_store(runs)
             elif any(len(pair.path) and pair.at == self.newest for pair in self.pairs):

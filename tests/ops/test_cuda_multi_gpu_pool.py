@@ -113,7 +113,8 @@ def test_steps_before_their_commits(two, one):
         if turn in (0, 2):
             beside.step([0, 1, 2, 3], [1, 2, 1, 1])
         batches = ([0, 1], [2, 3]) if turn < 3 else ([0, 2], [1, 3])
-        steps = [a_step(beside.random, state.length, int(beside.random.integers(1, 7))) for state in beside.states]
+        random, vocab = beside.random, two.config.vocab
+        steps = [a_step(random, vocab, state.length, int(random.integers(1, 7))) for state in beside.states]
         logits = [
             two.forward(beside.pool, together([steps[i] for i in who], [beside.states[i].slot for i in who]))
             for who in batches

@@ -114,6 +114,8 @@ def test_rows_of_trees():
     [
         "refusals or memory_of_many or gaps or blocks_of_another",
         pytest.param("long_steps and (llama-rows or llama])", marks=pytest.mark.compile),
+        pytest.param("between_the_parts and llama]", marks=pytest.mark.compile),
+        pytest.param("between_the_parts and not llama]", marks=pytest.mark.slow),
         pytest.param("long_steps and qwen35 and not moe", marks=pytest.mark.slow),
         pytest.param("long_steps and (qwen35moe or laguna)", marks=pytest.mark.slow),
         pytest.param("engine and (qwen35 or laguna) and not moe and not m1", marks=pytest.mark.slow),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
+from common import models
 from common.engine import Engine
 from common.errors import BimetalError
 from common.options import GenerationOptions, Sampling
@@ -51,8 +52,8 @@ def together(steps: list[Step], slots: list[int]) -> Step:
     )
 
 
-def a_step(random: np.random.Generator, past: int, rows: int) -> Step:
-    tokens = random.integers(0, 200, rows).astype(np.int32)
+def a_step(random: np.random.Generator, vocab: int, past: int, rows: int) -> Step:
+    tokens = random.integers(0, vocab, rows).astype(np.int32)
     if random.random() < 0.5:
         return Step.chain(tokens, past)
     return Step.tree(tokens, [int(random.integers(max(PAST, t - 4), t)) for t in range(rows)], past)
@@ -81,7 +82,7 @@ class Beside:
     def read(self, i: int, rows: int) -> None:
         """A step of a prompt of sequence `i`."""
         own = self.states[i], self.alone[i]
-        step = Step.chain(self.random.integers(0, 200, rows).astype(np.int32), own[0].length)
+        step = Step.chain(self.random.integers(0, self.model.config.vocab, rows).astype(np.int32), own[0].length)
         both = zip((self.model, self.single), own, strict=True)
         logits = [model.ops.read(model.forward(state, step)) for model, state in both]
         assert np.array_equal(*logits), f"{rows} rows of sequence {i}"
@@ -89,7 +90,8 @@ class Beside:
             each.commit(np.arange(rows))
 
     def step(self, who: list[int], sizes: list[int], keeps: float = 1.0) -> None:
-        steps = [a_step(self.random, self.states[i].length, n) for i, n in zip(who, sizes, strict=True)]
+        vocab = self.model.config.vocab
+        steps = [a_step(self.random, vocab, self.states[i].length, n) for i, n in zip(who, sizes, strict=True)]
         joined = together(steps, [self.states[i].slot for i in who])
         read, forward = self.model.ops.read, self.model.forward
         logits = read(forward(self.pool, joined))
@@ -147,6 +149,32 @@ def test_a_prompt_beside_sequences(model):
         beside.alone[i].restore(snapshots[i][1])
     beside.step([0, 1, 2], [4, 1, 5])
     beside.check_states()
+
+
+def test_others_decode_between_the_parts_of_a_long_step(model, monkeypatch):
+    """Parts that are called, captured and replayed have the bits of whole steps, and so have the rows of the others."""
+    monkeypatch.setattr(models, "DIVIDED_ROWS", MAX_DECODE_ROWS + 1)
+    beside = Beside(model, 3, 3, (5, 2, 9))
+    beside.step([0, 1, 2], [3, 1, 4])  # of which a path may be left to apply
+    for rows in (slice(139, 140), slice(0, 0), slice(139, 140), slice(139, 140)):
+        state, single = beside.states[0], beside.alone[0]
+        step = Step.chain(beside.random.integers(0, model.config.vocab, 140).astype(np.int32), state.length)
+        parts, count, logits = model.forward_in_parts(state, step, rows), 1, None
+        while logits is None:
+            try:
+                next(parts)
+                count += 1
+                beside.step([1, 2], [1, int(beside.random.integers(1, 5))])
+            except StopIteration as done:
+                logits = model.ops.read(done.value)
+        assert count == min(models.PARTS, len(model.weights.layers))
+        assert np.array_equal(logits, model.ops.read(model.forward(single, step, rows)))
+        for each in (state, single):
+            each.commit(np.arange(140))
+        beside.step([0, 1, 2], [2, 1, 3])
+    beside.check_states()
+    programs = beside.pool.graphs.get(model._parts[0], {})
+    assert (programs.get(Shape(140)) is not None) == beside.pool.captures_long
 
 
 @pytest.mark.parametrize("rows", [slice(0, 0), slice(159, 160)])
@@ -293,7 +321,7 @@ def test_gaps_between_steps_are_counted():
     state = model.new_state(16)
 
     def decode() -> None:
-        ops.sample(model.forward(state, a_step(random, state.length, 1)), Sampler(Sampling()))
+        ops.sample(model.forward(state, a_step(random, model.config.vocab, state.length, 1)), Sampler(Sampling()))
         state.commit([0])
 
     decode()
