@@ -170,7 +170,7 @@ class Backend(ABC):
         raise BimetalError(f"the {self.name} backend does not predict what a model takes")
 
     def decode_bytes(self, layers: Sequence[LayerSize], tokens: int, sequences: int) -> int:
-        """Predict what layers take beside `work_bytes` in steps that decode sequences of up to `tokens` tokens."""
+        """Predict what layers take beside `work_bytes` where sequences of up to `tokens` tokens share steps."""
         return 0
 
     def logits_bytes(self, vocab: int, sequences: int) -> int:

@@ -156,7 +156,8 @@ class CudaOps(Ops):
         return sizes.work_bytes(layers, tokens, rows) + kept
 
     def decode_bytes(self, layers: Sequence[LayerSize], tokens: int, sequences: int) -> int:
-        return sizes.decode_bytes(layers, tokens, sequences)
+        between = sizes.hidden_bytes(layers) if sequences > 1 else 0
+        return between + sizes.sums_bytes(layers, tokens, sequences)
 
     def logits_bytes(self, vocab: int, sequences: int) -> int:
         return sizes.logits_bytes(vocab, sequences)

@@ -31,6 +31,7 @@ class SeveralGpus(Ops):
     checks_scales = CudaOps.checks_scales
     reserves = CudaOps.reserves
     joins = CudaOps.joins
+    divides = False  # hidden states would be copied from the GPU of one part to that of the next
 
     def __init__(self, gpus: Sequence[Gpu]):
         self.gpus = gpus

@@ -19,7 +19,6 @@ from cuda_backend.sampling import DRAW
 from cuda_backend.state_table import kept, store_of
 from cuda_backend.weights import UPLOAD
 
-HIDDEN_COPIES = 4  # of hidden states between parts of a step
 STEPS = 2  # whose logits are held at the same time, beside those that each sequence's prompt ended with
 SLACK, CHUNKS = 1.1, 3  # unused memory of chunks: a factor on their size, and chunks per part
 
@@ -46,19 +45,20 @@ def logits_bytes(vocab: int, sequences: int) -> int:
     return (of_prompts + of_steps) * (4 * vocab + 8 * pieces_of(vocab)) + of_steps * (DRAW.size + 4)
 
 
-def decode_bytes(layers: Sequence[LayerSize], tokens: int, sequences: int) -> int:
-    """Predict what several sequences of up to `tokens` tokens take beside `work_bytes`.
-
-    That is attention's sums in steps that decode, and hidden states between the parts of a prompt's step: at a part's
-    end, copied from there, of the part before it, and at the address where the next part reads them.
-    """
-    if sequences == 1:
-        return 0
+def sums_bytes(layers: Sequence[LayerSize], tokens: int, sequences: int) -> int:
+    """Predict the bytes of attention's sums in steps that decode several sequences of up to `tokens` tokens."""
     rows, held = bucket(min(sequences, MAX_DECODE_ROWS)), rows_held(tokens)
-    states = [(layer.heads, s) for layer in layers for s in layer.states.values() if grows(s)]
+    states = [(layer.heads, s) for layer in layers for s in layer.states.values() if sequences > 1 and grows(s)]
     shapes = {(heads, kept(s).width(s)) for heads, s in states}
-    between = HIDDEN_COPIES * 4 * LONG_ROWS * max((layer.hidden for layer in layers), default=0)
-    return between + max((most_sums_bytes(held, rows, *shape) for shape in shapes), default=0)
+    return max((most_sums_bytes(held, rows, *shape) for shape in shapes), default=0)
+
+
+def hidden_bytes(layers: Sequence[LayerSize]) -> int:
+    """Predict the bytes of hidden states between the parts of a prompt's step.
+
+    They lie at a part's end, copied from there, copied for the part before it, and where the next part reads them.
+    """
+    return 4 * 4 * LONG_ROWS * max((layer.hidden for layer in layers), default=0)
 
 
 def _layer_bytes(layer: LayerSize, tokens: int, rows: int) -> int:

@@ -57,11 +57,13 @@ from common.fit import layer_size
 from common.options import GenerationOptions
 
 model = host_time.cuda_model("{shape}:q4_k_m", "off")
+from cuda_backend.sizes import sums_bytes  # once CuPy's place is taken
+
 arena = model.ops.context.arena
 spec = model.state_spec
 sizes = [layer_size(table, states, model.config) for table, states in zip(model.layout.layers, spec, strict=True)]
 host_time.begun(model, {streams}, GenerationOptions(spec="off"))
-print(sum(chunk.nbytes for chunk in arena.parts[3]), model.ops.decode_bytes(sizes, host_time.CONTEXT, {streams}))
+print(sum(chunk.nbytes for chunk in arena.parts[3]), sums_bytes(sizes, host_time.CONTEXT, {streams}))
 print(arena.nbytes, model.ops.work_bytes(sizes, host_time.CONTEXT, 1024))
 """
 
