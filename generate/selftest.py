@@ -34,7 +34,7 @@ from generate.bench_log import environment, processor
 from generate.selftest_plugin import PIPE
 
 ROOT = Path(__file__).parents[1]
-PLAIN = ["-m", "not gpu and not model and not slow and not compile and not clients"]
+PLAIN = ["-m", "not gpu and not model and not slow and not compile and not long and not clients"]
 EXTRAS = {"mlx": ".[mlx,test]", "cuda": ".[cuda12,test]", "numpy": ".[test]"}
 MODELS = ["tests/models/test_golden.py", "tests/models/test_smollm2.py", "tests/test_demo.py"]
 SUITES: dict[str, dict[str, list[str]]] = {  # by backend and title, what pytest is given

@@ -1,6 +1,7 @@
 """Fixtures that several areas share."""
 
 import os
+from collections import defaultdict
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before NumPy is loaded: threads of two workers wait for each other's cores
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -21,3 +22,18 @@ def ops(request):
     from mlx_backend.ops import MlxOps
 
     return MlxOps()
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
+def pytest_collection_modifyitems(items):
+    """Mark the cases of a test with the mark `few(n)` as long, all but n of them."""
+    cases = defaultdict(list)
+    for item in items:
+        few = item.get_closest_marker("few")
+        if few and not any(item.get_closest_marker(name) for name in ("gpu", "model", "slow", "compile")):
+            cases[item.path, item.originalname, few.args[0]].append(item)
+    for (_, _, count), alike in cases.items():
+        kept = {i * len(alike) // count for i in range(count)}
+        for i, item in enumerate(alike):
+            if i not in kept:
+                item.add_marker("long")

@@ -118,6 +118,7 @@ owner.close()
         ("cupy.cuda.nvrtc.getVersion = lambda: fail(ImportError('libnvrtc.so.13'))", "pip install 'cupy-cuda13x[ctk]'"),
     ],
 )
+@pytest.mark.few(2)
 def test_what_is_said_of_a_gpu(change, said):
     code = f"""
 import cupy
@@ -164,6 +165,7 @@ Memory(5 * 10**9)
         ("--tensor-parallel 2", "tensor_parallel 2 needs 2 processes, one per machine, or 2 devices, NVIDIA GPUs"),
     ],
 )
+@pytest.mark.few(3)
 def test_devices_that_cannot_be(flags, said):
     command = [sys.executable, "-m", "generate", "--prompt", "x", *flags.split()]
     environment = os.environ | {"PYTHONPATH": f"{TESTS / 'cuda_on_cpu'}:{TESTS.parent}", "BIMETAL_GPUS": "2"}

@@ -134,6 +134,7 @@ def test_a_run_goes_on_where_it_was(run, tmp_path):
     assert run(model="/no/such/model")[0] == 0  # nothing is left, and nothing is loaded
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on(run, folder, tmp_path):
     lines = [request(f"n{n}", prompt="a" * (n % 9 + 1), max_tokens=40) for n in range(60)]
     (tmp_path / "in").write_text("".join(f"{each}\n" for each in lines))

@@ -116,6 +116,7 @@ def test_prompts_are_spread_over_the_text():
         cut_prompts(range(4), 5, 3)
 
 
+@pytest.mark.long
 def test_the_command(model, prompts, capsys):
     command = ["calibrate", str(model), "--text", str(prompts), "--backend", "numpy", *ENOUGH, "--loss", "0.2"]
     assert main([*command, "--dry-run"]) == 0
@@ -135,6 +136,7 @@ def test_the_command(model, prompts, capsys):
     assert str(found) in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_folder_of_a_gguf_file_keeps_it_where_replies_look(model, prompts, capsys):
     """It was kept in the folder's own wedlm.json, which is read for safetensors alone."""
     assert (

@@ -207,6 +207,7 @@ def test_statements():
         "{{ [" + "a," * 30000 + "] }}",
     ],
 )
+@pytest.mark.few(10)
 def test_a_template_that_takes_too_much_is_stopped(bomb, monkeypatch):
     """Within the time that one run may take, here 0.2 s, and 100 MB."""
     monkeypatch.setattr(sandbox, "SECONDS", 0.2)

@@ -260,6 +260,7 @@ def test_inspect_lists_what_is_there(run, folder):
 
 
 @pytest.mark.parametrize("name", ["laguna", "glm", "qwen35"])
+@pytest.mark.few(1)
 def test_inspect_prints_the_state_that_is_allocated(run, name):
     model = tiny.load(name, open_backend(None, tiny.checkpoint(name)))
     tokens = model.config.context
@@ -654,6 +655,7 @@ def test_closed_streams(closed, code, said, folder):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize("flags", ["--help", "bench --help", "--version", "devices", "fit demo --json"])
 @pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.few(4)
 def test_a_full_disk_for_the_output(flags, buffered):
     """Help was lost in silence, and other output was complained about by the interpreter at its end."""
     done = shell(f"generate {flags} > /dev/full", PYTHONUNBUFFERED=buffered)

@@ -97,12 +97,14 @@ def model(ops):
 
 
 @pytest.mark.parametrize("index", range(len(REPLIES)))
+@pytest.mark.few(4)
 def test_first_tokens(model, index):
     reply = REPLIES[index]
     assert len(reply["reply"]) >= 16
     assert logits_along(model, reply).argmax(-1).tolist() == reply["reply"]
 
 
+@pytest.mark.few(1)
 def test_the_small_mix_mostly_agrees(ops):
     small = load_model(open_checkpoint(resolve_model(SMALL)), ops)
     same = [logits_along(small, reply).argmax(-1) == reply["reply"] for reply in REPLIES]

@@ -101,6 +101,7 @@ def test_python_blocks_are_python(page):
         compile(block, page.name, "exec")
 
 
+@pytest.mark.long
 def test_python_page_runs(tmp_path, monkeypatch, capsys):
     """Each block prints what its comments show; those that need a download or a missing extra are left out."""
     monkeypatch.chdir(tmp_path)

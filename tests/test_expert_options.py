@@ -62,6 +62,7 @@ def run(folder, capsys):
 
 
 @pytest.mark.parametrize("backend", ["numpy", "mlx"])
+@pytest.mark.long
 def test_the_text_is_that_of_the_loaded_model(run, backend, tmp_path):
     ask = "--raw", "--prompt", "hello there", "-n", "24", "--backend", backend
     code, text, _ = run(*ask)
@@ -104,6 +105,7 @@ def test_counters_are_those_of_each_reply(folder):
 
 
 @pytest.mark.parametrize("backend", ["numpy", "mlx"])
+@pytest.mark.few(1)
 def test_replies_side_by_side_keep_their_texts(folder, backend):
     prompts = ["hello", "a longer prompt than that", "x"]
     with generate.load(folder, backend=backend) as llm:

@@ -15,6 +15,7 @@ CONSTANT = (
 )
 
 
+@pytest.mark.long
 def test_the_script_runs(tmp_path):
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     script, folder = [sys.executable, "examples/stream_experts.py"], str(tmp_path / "mixture")

@@ -61,6 +61,7 @@ def stored(request, tmp_path):
 
 
 @pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.few(5)
 def test_logits_have_the_bits_of_the_loaded_model(name, stored, ops):
     """Prefill of many rows, single rows, and rows in between, with room for one layer and for two and a half."""
     checkpoint = stored(name)
@@ -100,6 +101,7 @@ def test_trees_have_the_bits_of_the_loaded_model(name, ops):
 
 
 @pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.few(1)
 def test_a_draft_accepts_as_on_the_loaded_model(name, ops, tmp_path):
     """Hidden states that a draft taps keep their bits although slots are read into before the draft runs."""
     checkpoint, replies = tiny.checkpoint(name), []
@@ -149,6 +151,7 @@ class Disk:
         return self._real(fd, [views[0][: self._most]], offset)
 
 
+@pytest.mark.few(1)
 def test_short_and_slow_reads_change_nothing(monkeypatch, ops):
     checkpoint, ids = tiny.checkpoint("laguna"), tiny.golden("laguna")["ids"][:20]
     expected = tiny.logits_of(load_model(checkpoint, ops), ids, [10] + 10 * [1])

@@ -86,6 +86,7 @@ def test_leaves_in_the_order_of_a_plain_cache(seed):
 
 
 @pytest.mark.parametrize("seed", range(40))
+@pytest.mark.few(12)
 def test_a_step_keeps_its_experts_whatever_loads_beside_it(seed):
     """With prefetches that are late, loads that fail, swaps and two sizes of experts."""
     rng = random.Random(seed)

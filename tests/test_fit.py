@@ -90,6 +90,7 @@ def test_weights_to_the_byte(ops, name):
 
 @pytest.mark.parametrize("name", ["llama", "qwen35", "laguna", "glm"])
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 512), (300, 512), (320, 128), (321, 64)])
+@pytest.mark.few(12)
 def test_states_to_the_byte(ops, name, tokens, rows):
     model = tiny.load(name, ops)
     state = model.new_state(tokens)

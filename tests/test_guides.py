@@ -78,6 +78,7 @@ def check(text):
         pytest.param({"temperature": 1.5, "seed": 4}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.long
 def test_the_text_is_the_same_with_every_decoder(demo, sampling):
     guide = guide_of(demo, reply_grammar(SCHEMA, ""))
     plain = demo.generate("person = ", guide=guide, spec="off", **sampling)
@@ -101,6 +102,7 @@ def test_json_of_a_model_that_writes_nonsense_ends(nonsense, seed):
 
 @pytest.mark.parametrize("syntax", [HERMES, QWEN_XML, GLM], ids=["hermes", "qwen", "glm"])
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.few(4)
 def test_calls_of_a_model_that_writes_nonsense_are_calls(nonsense, syntax, seed):
     rules = call_rules(syntax, TOOLS, nonsense.tokenizer, False)
     options = {"temperature": 1.0, "seed": seed, "max_tokens": 1500}

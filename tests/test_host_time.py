@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("flags", ["", "--cuda", "--cuda --temperature 0.8", "--cuda --spec wedlm"])
+@pytest.mark.few(1)
 def test_it_prints_microseconds_per_step(flags):
     """CuPy's place is taken by what launches nothing, so neither CuPy nor a GPU is needed."""
     command = [sys.executable, "tests/host_time.py", "2", "--steps", "5", *flags.split()]
@@ -39,6 +40,7 @@ print(model.ops.context.arena.passing.nbytes, 2 * EXPAND)
 
 
 @pytest.mark.parametrize(("shape", "streams"), [("qwen3.6-27b", 64), ("wedlm-8b", 3)])
+@pytest.mark.long
 def test_memory_of_several_sequences_that_sample(shape, streams):
     """Logits and draws take what is predicted; weights of draws have room in the memory for expanded matrices."""
     command = [sys.executable, "-c", DECODING.format(shape=shape, streams=streams)]
@@ -69,6 +71,7 @@ print(arena.nbytes, model.ops.work_bytes(sizes, host_time.CONTEXT, 1024))
 
 
 @pytest.mark.parametrize(("shape", "streams"), [("wedlm-8b", 64), ("qwen3.6-27b", 20), ("glm-4.7-flash", 16)])
+@pytest.mark.few(1)
 def test_memory_of_a_pool_that_fills_up(shape, streams):
     """Attention's sums take one chunk, as predicted, while the rows of a step grow from one bucket to the next."""
     command = [sys.executable, "-c", FILLING.format(shape=shape, streams=streams)]

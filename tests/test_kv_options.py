@@ -166,6 +166,7 @@ def test_load_and_generate(capsys):
 
 
 @pytest.mark.parametrize("pair", [("q8_0", "lm4"), ("tq3_0", "tq3_0")], ids="/".join)
+@pytest.mark.few(1)
 def test_speculation_is_lossless_with_the_same_cache(demo, pair):
     """Greedy tokens of trees, chains and lookup are those of plain decoding, past the tokens that calibrate."""
     checkpoint = open_checkpoint(demo_path())
@@ -200,6 +201,7 @@ def test_perplexity_against_the_same_model(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("calibration", "window", "is_exact"), [(64, 192, True), (64, 224, False), (0, 132, True)])
+@pytest.mark.few(1)
 def test_perplexity_of_windows_that_are_read_exactly(tmp_path, capsys, calibration, window, is_exact):
     """Keys of 4 bits keep the first tokens and the latest 128 exact: in such a window nothing is read from codes."""
     text = tmp_path / "text.py"

@@ -260,6 +260,7 @@ def test_any_history(history, budget, points):
     run(cache, points, history)
 
 
+@pytest.mark.long
 def test_nothing_leaks_in_4_000_operations(points):
     random = np.random.default_rng(4)
     cache, freed = poisoned(30_000)

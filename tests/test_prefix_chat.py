@@ -69,6 +69,7 @@ def texts_without_cache(template, conversations, turns):
     ("repeats", "turns", "template"),
     [(12, 3, "plain"), *(pytest.param(*of, marks=pytest.mark.slow) for of in LONG_CHATS)],
 )
+@pytest.mark.long
 def test_two_conversations_in_turns_and_a_restart(template, repeats, turns, tmp_path):
     """Each turn reads its own tokens alone; the text is that of a model without a cache."""
     chats = [opening("lists", repeats), opening("graphs", repeats)]
@@ -110,6 +111,7 @@ def test_an_agent_that_sends_everything_again():
 
 
 @pytest.mark.parametrize("spec", ["off", pytest.param("lookup", marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_hits_have_the_bits_of_misses(spec):
     """Logits after a reply that was decoded, kept, restored and continued are those of reading everything."""
     messages = opening("bits", 12)
@@ -126,6 +128,7 @@ def test_hits_have_the_bits_of_misses(spec):
             assert replies[0] == replies[1]
 
 
+@pytest.mark.long
 def test_branches_of_a_long_text():
     """A text that leaves an earlier one in its middle is read from the last cut; the next such one finds that cut."""
     random = np.random.default_rng(0)

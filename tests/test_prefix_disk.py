@@ -384,6 +384,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_a_process_killed_at_any_moment(tmp_path):
     """After each of 20 kills the folder opens without a complaint, and what it has is whole."""
     here, rng, seen = Path(__file__).parent, random.Random(1), 0

@@ -30,6 +30,7 @@ def frequencies(row: np.ndarray, draws: int = 20000, **options: float) -> np.nda
         ({"temperature": 0.0}, [1, 0, 0, 0, 0]),
     ],
 )
+@pytest.mark.few(1)
 def test_frequencies(options, expected):
     """20,000 samples: three standard deviations of a share are at most 0.0106."""
     assert np.abs(frequencies(ROW, **options) - np.array(expected)).max() < 0.0106

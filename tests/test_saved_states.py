@@ -62,6 +62,7 @@ def used(model, length):
 
 @quick
 @given(length=st.integers(1, 45), pieces=st.lists(st.integers(1, 9), max_size=4), tree=st.booleans())
+@pytest.mark.few(2)
 def test_a_loaded_state_goes_on_with_the_same_bits(model, length, pieces, tree):
     state = model.new_state(tiny.CAPACITY)
     tiny.run(model, state, TEXT[:length], pieces)
@@ -80,6 +81,7 @@ def test_a_loaded_state_goes_on_with_the_same_bits(model, length, pieces, tree):
 
 
 @pytest.mark.parametrize("length", [0, 7, 40])
+@pytest.mark.few(12)
 def test_shapes_are_known_before_saving(model, length):
     state = model.new_state(tiny.CAPACITY)
     if length:

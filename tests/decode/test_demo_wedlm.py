@@ -104,6 +104,7 @@ def test_the_template_asks_a_question(llm):
         *(pytest.param({"cache_type_k": f, "cache_type_v": f}, marks=pytest.mark.slow) for f in FORMATS),
     ],
 )
+@pytest.mark.few(1)
 def test_caches_that_lose(cache):
     """Committed rows alone are encoded or evicted: the verified text is plain decoding's over the same cache."""
     question = wedlm_tasks.held_out("counting")[0][0]

@@ -21,6 +21,7 @@ FOLDERS = ["dspark", "dflash2"]
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.95, "seed": 3}], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.few(3)
 def test_text_of_plain_decoding(folder, sampling, ops, monkeypatch):
     """The draft as it is, and with the true token among its two best candidates now and then."""
     target = tiny.load("qwen35", ops)

@@ -14,6 +14,7 @@ NEAR_TIE = 1e-4  # a one-row step and a long one round differently; only a close
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.few(6)
 def test_greedy_equals_the_argmax_of_one_long_step(name, ops):
     model = tiny.load(name, ops)
     prompt = tiny.golden(name)["ids"][:PROMPT]

@@ -61,6 +61,7 @@ def assert_same_state(model, steps):
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.few(2)
 def test_state_after_trees(name, ops):
     assert_same_state(tiny.load(name, ops), 30)
 

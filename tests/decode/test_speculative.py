@@ -104,6 +104,7 @@ class Drafted(DflashPair):
 @pytest.mark.parametrize(
     ("name", "kind"), [("qwen35", kind) for kind in KINDS] + [(m, "lookup+tree") for m in tiny.MODELS if m != "qwen35"]
 )
+@pytest.mark.few(4)
 def test_greedy_equals_plain(name, kind, ops, prophet):
     model = paired(tiny.load(name, ops))
     prompt = tiny.golden(name)["ids"][:PROMPT].tolist()
@@ -132,6 +133,7 @@ def test_right_draft_tokens_are_accepted(prophet):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(3)
 def test_a_real_draft(kind, ops):
     target = tiny.load("qwen35", ops)
     pair = load_pair(tiny.FOLDER / "dflash", target)
@@ -146,6 +148,7 @@ def test_a_real_draft(kind, ops):
 
 @pytest.mark.parametrize("kind", ["off", *KINDS])
 @pytest.mark.parametrize("name", ["qwen35", "glm"])
+@pytest.mark.few(4)
 def test_a_multi_token_prediction_block(name, kind):
     """With a budget left open as well, which switches between plain steps and steps that verify."""
     target = tiny.load(name, NumpyOps())
@@ -179,6 +182,7 @@ OTHER_MODELS = [name for name in tiny.MODELS if name != "qwen35"]
     ],
     indirect=["ops"],
 )
+@pytest.mark.few(4)
 def test_a_real_draft_for_every_family(name, kind, ops, tmp_path):
     """With a random draft, so that mostly lookups are accepted; features come from the first and the last layer."""
     target = tiny.load(name, ops)
@@ -244,6 +248,7 @@ def test_decoding_is_plain_while_no_draft_token_may_be_had(budget):
     ],
     indirect=["ops"],
 )
+@pytest.mark.few(1)
 def test_plain_stretches_leave_the_draft_alone(name, sampling, stretch, ops, tmp_path, monkeypatch):
     """As plain decoding goes; the draft has no rows of a stretch when it is used again."""
     target = tiny.load(name, ops)
@@ -277,6 +282,7 @@ def test_plain_stretches_leave_the_draft_alone(name, sampling, stretch, ops, tmp
         {"temperature": 1.2, "repetition_penalty": 1.2, "presence_penalty": 0.5, "seed": 5},
     ],
 )
+@pytest.mark.few(6)
 def test_sampling_with_a_seed_gives_the_same_text(sampling, kind, ops, prophet):
     """One random number per token is used in the order of the text, and penalties count each token as it comes."""
     model = paired(tiny.load("llama", ops))
@@ -305,6 +311,7 @@ class Markov:
 
 
 @pytest.mark.parametrize("kind", ["lookup", "tree"])
+@pytest.mark.few(1)
 def test_chi_square(kind, monkeypatch):
     """6,000 texts of three tokens against their exact probabilities: 124 degrees of freedom, p = 0.001 at 179."""
     monkeypatch.setattr(speculative, "check", lambda *_: None)

@@ -69,6 +69,7 @@ def test_it_costs_at_most_1_percent_where_drafts_do_not_pay(sizes, noise, base, 
 
 @pytest.mark.parametrize("sizes", [TREE_SIZES, CHAIN_SIZES])
 @pytest.mark.parametrize(("base", "per_row", "share"), [(1.9, 0.003, 0.8), (1.4, 0.05, 0.85)])
+@pytest.mark.few(1)
 def test_it_keeps_what_drafts_gain(sizes, base, per_row, share):
     """Against the best size of the table from the first step on, as a mean of twelve machines."""
     costs = []

@@ -89,6 +89,7 @@ def test_rows_may_be_reordered(model, network):
 
 
 @pytest.mark.parametrize(("window", "tau", "penalty"), SETTINGS)
+@pytest.mark.few(2)
 def test_tokens_and_forwards_are_the_simulators(window, tau, penalty, model, network):
     for prompt in (PROMPT, PROMPT[::-1], [1]):
         expected, fills = simulate(network, prompt, 24, window, tau, penalty, MASK)
@@ -98,6 +99,7 @@ def test_tokens_and_forwards_are_the_simulators(window, tau, penalty, model, net
 
 @pytest.mark.parametrize("sure", [0.0, 4.2, 50.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (4.0, 4.3))])
 @pytest.mark.parametrize(("window", "tau", "penalty"), [(6, 4.3, 0.05), (8, 4.4, 0.0), (5, 100.0, 0.0), (1, 4.0, 0.0)])
+@pytest.mark.few(4)
 def test_checked_windows_are_the_simulators(window, tau, penalty, sure, model, network):
     for prompt in (PROMPT, PROMPT[::-1], [1]):
         expected, fills = simulate_checked(network, prompt, 24, window, tau, penalty, sure, MASK)
@@ -109,6 +111,7 @@ def test_checked_windows_are_the_simulators(window, tau, penalty, sure, model, n
 
 
 @pytest.mark.parametrize(("window", "tau"), [(1, 4.0), (8, 4.4), (16, 100.0)])
+@pytest.mark.few(2)
 def test_what_is_always_checked_is_plain_decodings_text(window, tau, model):
     for prompt in (PROMPT, [1]):
         state, logits = read(model, prompt)
@@ -123,6 +126,7 @@ def test_what_is_always_checked_is_plain_decodings_text(window, tau, model):
 
 
 @pytest.mark.parametrize(("window", "tau"), [(1, 4.0), (8, 4.4), (16, 100.0)])
+@pytest.mark.few(2)
 def test_checked_windows_in_the_papers_order(window, tau, model):
     """A window of filled positions alone leaves none before the next masks: an index was out of range."""
     for sure in (0.0, 4.2):
@@ -337,6 +341,7 @@ def test_the_state_may_fill_up(capacity, sampling, runs_ahead, model, monkeypatc
 
 
 @pytest.mark.parametrize(("window", "tau"), [(1, 4.0), (4, 0.0), (8, 4.4), (16, 100.0)])
+@pytest.mark.few(2)
 def test_verified_text_is_plain_decodings(window, tau, model):
     for prompt in (PROMPT, [1], [7] * 12):
         state, logits = read(model, prompt)

@@ -54,6 +54,7 @@ def in_two_forwards(model, prompt, count, options):
 
 
 @pytest.mark.parametrize(("window", "tau", "penalty"), SETTINGS)
+@pytest.mark.few(3)
 def test_one_forward_gives_the_tokens_of_two(window, tau, penalty, model):
     """Committing in the forward that fills gives the tokens of committing in a forward of its own."""
     options = WedlmOptions(window, tau, penalty)

@@ -53,6 +53,7 @@ def assert_close(arrays, expected, tolerance):
         assert error < tolerance[key.split(".")[0]], f"{key}: relative error {error:.1e}"
 
 
+@pytest.mark.few(9)
 def test_logits(ops, name, whole):
     _, logits, _ = whole
     assert_golden(logits, name, ops.name)
@@ -68,6 +69,7 @@ def test_state_after_prefill(name, whole):
 
 
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
+@pytest.mark.few(9)
 def test_pieces(name, whole, pieces):
     model, logits, arrays = whole
     state = model.new_state(tiny.CAPACITY)
@@ -88,6 +90,7 @@ def test_chosen_rows(name, whole, rows):
 
 
 @pytest.mark.parametrize("matrices", ["F32", "F16"])
+@pytest.mark.few(6)
 def test_gguf(ops, name, matrices, tmp_path):
     """The same weights as a GGUF file, after a multi-token-prediction block where the architecture has one."""
     path = write_gguf(tiny.FOLDER / name, tmp_path / "m.gguf", matrices, mtp=name.startswith("qwen35"))
@@ -95,6 +98,7 @@ def test_gguf(ops, name, matrices, tmp_path):
 
 
 @pytest.mark.parametrize("matrices", ["Q8_0", "Q4_1"])
+@pytest.mark.few(6)
 def test_quantized_gguf(ops, name, matrices, tmp_path):
     """Quantized matrices give the logits of a file with gguf-py's reading of them."""
     ids = tiny.golden(name)["ids"][:128]

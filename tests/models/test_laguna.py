@@ -494,6 +494,7 @@ TRAPS = [
 
 
 @pytest.mark.parametrize("plant", [t[1] for t in TRAPS], ids=[t[0] for t in TRAPS])
+@pytest.mark.few(9)
 def test_mistake_is_seen(plant, monkeypatch):
     errors = errors_of(plant(fresh("laguna"), monkeypatch), "laguna")
     print(errors)

@@ -165,6 +165,7 @@ def test_modules_of_mlx_lm(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("out", ["out", "out.gguf", "fused.gguf"])
+@pytest.mark.long
 def test_a_layer_of_experts_is_never_whole_in_memory(out, tmp_path):
     """8 experts of 4096 rows each, in matrices of 4 MiB and, where gate and up are one tensor, of 8."""
     at = "model.layers.2.mlp.experts."

@@ -97,6 +97,7 @@ def as_encoded(name, path):
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.few(6)
 def test_a_folder_of_8_bits(ops, name, tmp_path):
     """The loader reads what the encoder made, and 8 bits are near the source: its random weights exaggerate."""
     quantize(source(name), tmp_path / "out", "--bits", 8, "--group-size", 32)
@@ -110,6 +111,7 @@ MOST = {"2": 3.0, "3": 1.0, "4": 0.3, "5": 0.06, "6": 0.02, "mxfp4": 1.0, "nvfp4
 
 
 @pytest.mark.parametrize("format", MOST)
+@pytest.mark.few(6)
 def test_every_format_makes_a_folder(ops, format, tmp_path):
     flags = ["--bits", format, "--group-size", 32] if format.isdecimal() else ["--mode", format]
     quantize(source("qwen3"), tmp_path / "out", *flags)
@@ -390,6 +392,7 @@ def test_a_config_that_has_changed_is_noticed(monkeypatch, tmp_path, capsys):
     assert "out.gguf.part holds an unfinished run of other settings or another source" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_sigkill(tmp_path):
     """A process that is killed in the middle of a tensor leaves a file that the next one completes."""
     command = ["demo", str(tmp_path / "out.gguf"), "--type", "Q4_0", "--requantize"]
@@ -417,6 +420,7 @@ def test_a_source_that_changed_is_another_run(monkeypatch, tmp_path, capsys):
     assert "another source" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_memory_is_bounded(tmp_path):
     """A matrix of 8 MiB is read, encoded and written a part at a time."""
     folder = tiny_chat.write(tmp_path / "in")

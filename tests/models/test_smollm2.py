@@ -53,6 +53,7 @@ def logits_along(model, reply, tokens=128):
 
 
 @pytest.mark.parametrize("index", [0, 9, 14])
+@pytest.mark.few(1)
 def test_first_tokens(model, index):
     reply = REPLIES[index]
     assert logits_along(model, reply, 16).argmax(-1).tolist() == reply["reply"][:16]

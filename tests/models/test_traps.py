@@ -257,6 +257,7 @@ def test_no_mistake_passes(name):
 
 
 @pytest.mark.parametrize(("name", "plant"), [t[1:] for t in TRAPS], ids=[t[0] for t in TRAPS])
+@pytest.mark.few(16)
 def test_mistake_is_seen(name, plant, monkeypatch):
     errors = errors_of(plant(fresh(name), monkeypatch), name)
     print(errors)

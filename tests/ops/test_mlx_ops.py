@@ -22,6 +22,7 @@ IN_DTYPES = [(case, 0) for case in CASES] + [(case, dtype) for dtype in (1, 2) f
 
 
 @pytest.mark.parametrize(("case", "dtype"), IN_DTYPES, ids=lambda x: x.name if isinstance(x, Case) else str(DTYPES[x]))
+@pytest.mark.few(300)
 def test_op(case: Case, dtype):
     if case.op == "moe_dense" and dtype and mx.default_device().type == mx.DeviceType.cpu:
         pytest.skip("MLX's CPU device gathers dense matrices in float32 only")

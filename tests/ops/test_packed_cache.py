@@ -76,6 +76,7 @@ def close(ops, one, other):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="/".join)
+@pytest.mark.few(56)
 def test_every_pair_in_any_pieces(ops, pair):
     tokens = np.arange(30)
     whole, parts = (new(ops, spec_of(pair)) for _ in range(2))
@@ -87,6 +88,7 @@ def test_every_pair_in_any_pieces(ops, pair):
 
 @quick
 @given(parents=parent_lists, past=st.integers(0, 12), pair=st.sampled_from(FEW_PAIRS))
+@pytest.mark.few(1)
 def test_rows_of_a_tree_agree_with_their_paths(ops, parents, past, pair):
     """Also where the tree passes the tokens that calibrate, the sinks and the recent window."""
     agree_with_their_paths(ops, parents, past, pair)
@@ -276,6 +278,7 @@ def test_refusals():
 
 
 @pytest.mark.parametrize("pair", EACH_THEN_OTHERS, ids="/".join)
+@pytest.mark.few(8)
 def test_saved_and_loaded(ops, pair):
     """Codes, exact rows and calibration come back to the bit."""
     check_saved_and_loaded(ops, pair, "exact")
@@ -283,6 +286,7 @@ def test_saved_and_loaded(ops, pair):
 
 @pytest.mark.parametrize("pair", FEW_PAIRS, ids="/".join)
 @pytest.mark.parametrize("kind", ["coded", "window"])
+@pytest.mark.few(6)
 def test_codes_alone_and_windows_saved_and_loaded(ops, pair, kind):
     """Also where a window has wrapped and wraps elsewhere."""
     check_saved_and_loaded(ops, pair, kind)

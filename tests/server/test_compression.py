@@ -319,6 +319,7 @@ STREAMS = [
 
 @pytest.mark.parametrize(("path", "body", "ping"), STREAMS)
 @pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.few(4)
 def test_signs_of_life_while_a_prompt_is_compressed(compressing, monkeypatch, path, body, ping, fits):
     """A prompt that turns out too long then is refused in the stream, and no longer by a status."""
     monkeypatch.setattr("generate.server.sending.HEARTBEAT", 0.02)

@@ -91,6 +91,7 @@ def test_ollama_follows_a_schema(nonsense):
 
 @pytest.mark.parametrize("several", [True, False])
 @pytest.mark.parametrize("name", [None, "two"])
+@pytest.mark.few(1)
 def test_calls_that_are_required(nonsense, name, several):
     chosen = "required" if name is None else {"type": "function", "function": {"name": name}}
     choice = chat(nonsense, tools=OPENAI, tool_choice=chosen, parallel_tool_calls=several)
@@ -186,6 +187,7 @@ def test_a_schema_that_leads_to_nothing_is_the_clients_fault(nonsense, stream):
     assert "<state>" not in response.text
 
 
+@pytest.mark.long
 def test_a_template_without_tools_calls_as_they_are_spelled_out(client):
     fields = {"messages": USER, "tools": OPENAI, "tool_choice": "required", "temperature": 0}
     [choice] = client.post("/v1/chat/completions", json=fields).json()["choices"]

@@ -579,6 +579,7 @@ def test_libraries_write_to_the_log(scripted, capfd):
     assert logging.getLogger("asyncio").propagate
 
 
+@pytest.mark.long
 def test_many_clients_are_served_in_order(demo):
     """24 clients on 8 slots: each gets the text that it gets alone."""
     client = client_of(demo, most=24)

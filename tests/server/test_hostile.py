@@ -231,6 +231,7 @@ def clear(client):
 
 
 @pytest.mark.parametrize("seed", [1, 5, 7])
+@pytest.mark.long
 def test_a_thousand(scripted, seed):
     scripted.llm.text = "Hm.</think>Yes."
     attack(scripted, seed, 300)

@@ -55,6 +55,7 @@ def turn(number, role, repeats=1):
     [(KEEPS, in_python, ["user"]), (DROPS, in_python, ["user"]), (DROPS, over_http, ["tool", "tool", "user"])],
     ids=["keeps", "drops", "agent"],
 )
+@pytest.mark.long
 def test_a_turn_reads_fewer_than_300_tokens(template, ask, roles, turns, tokens, tmp_path):
     """A token of this model is a byte. The second half of the turns follows a restart."""
     model = write(tmp_path / "model", template=template, context=2 * tokens + 4000)

@@ -125,6 +125,7 @@ def words(count):
         ("/api/generate", {"prompt": "TEXT", "system": "S" * 99}),
     ],
 )
+@pytest.mark.few(3)
 def test_long_texts_are_shortened(between, canned, path, body):
     text = words(100)
     given = json.loads(json.dumps(body).replace("TEXT", text))
@@ -306,6 +307,7 @@ def test_a_client_that_leaves_ends_the_request(canned, drafter):
 
 @pytest.mark.parametrize("path", SHORT)
 @pytest.mark.parametrize("status", [200, 400])
+@pytest.mark.few(3)
 def test_signs_of_life_while_a_prompt_is_compressed(between, canned, path, status, monkeypatch):
     """A refusal of the other server then is an event of the stream, and no longer a status."""
     monkeypatch.setattr("generate.server.sending.HEARTBEAT", 0.02)

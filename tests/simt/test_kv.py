@@ -26,6 +26,7 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("name", CODED)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 32), (1, 1, 3, 64), (1, 2, 2, 128), (1, 1, 2, 256)])
+@pytest.mark.few(6)
 def test_bytes_are_the_definitions(name, shape):
     """Every format, rotated and not, with zeros, ties, NaN and values that float16 does not hold."""
     x = numbers(*shape)
@@ -121,6 +122,7 @@ PAIRS = [("q8_0", "lm4"), ("lm4", "lm3"), ("tq3_0", "tq3_0"), ("q4_0", "q5_1"), 
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("pair", PAIRS, ids="/".join)
+@pytest.mark.few(8)
 def test_attention(steps, pair):
     options = CacheOptions(*pair, calibration=None if pair[0] == "native" else 16, sinks=2)
     spec = packed([{"kv": KVSpec(2, 64, 64)}], options)[0]["kv"]

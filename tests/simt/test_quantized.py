@@ -41,6 +41,7 @@ def assert_close(ours: mx.array, x: mx.array, weight: np.ndarray) -> None:
 
 
 @TYPES
+@pytest.mark.few(4)
 def test_weights_have_the_bits_of_the_decoder(type_):
     one, two = stored(type_, 2, 3, 512), stored(type_, 2, 1, 512)
     want = np.concatenate([dequantize(one), dequantize(two)], axis=1)
@@ -54,6 +55,7 @@ def test_weights_have_the_bits_of_the_decoder(type_):
 
 
 @TYPES
+@pytest.mark.few(4)
 def test_a_row_does_not_depend_on_the_rows_beside_it(type_):
     """One row alone and among 2 to 8; one among 9 and among up to 64."""
     tensor = stored(type_, 6, 256)
@@ -75,6 +77,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(type_):
         *[("IQ4_NL", 1, 32, 9), ("IQ4_NL", 70, 96, 24), ("Q6_K", 33, 768, 33), ("Q2_K", 17, 512, 11)],
     ],
 )
+@pytest.mark.few(8)
 def test_shapes_and_types(type_, N, columns, T, dtype):
     """From a matrix too small for a device buffer to groups that are not full."""
     tensor, x = stored(type_, N, columns), rows(T, columns, dtype)
@@ -97,6 +100,7 @@ def test_many_rows_take_decoded_weights(monkeypatch):
 
 
 @TYPES
+@pytest.mark.few(4)
 def test_each_row_through_its_expert(type_):
     tensor, experts = stored(type_, 3, 5, 256), np.array([0, 0, 0, 2, 2, 1, 1, 1, 1, 2, 2])
     weight, x = quantized.load_blocks([tensor]), rows(len(experts), 256)
