@@ -128,7 +128,7 @@ class Inputs:
         self.memory = Memory(END + 8 * rows, stream)
         self.tokens = self.memory.address + END + 4 * rows
         self.sampled: Array | None = None  # the array whose tokens lie there already: `place_for`
-        self.hidden = Memory(0)
+        self.hidden: dict[int, Memory] = {}  # by columns, since captured graphs have the addresses
         self.steps: dict[tuple[Shape, bool], DeviceStep] = {}
         cupy.cuda.runtime.memsetAsync(self.memory.address, 0, self.memory.nbytes, stream.ptr)
 
@@ -197,15 +197,16 @@ class Inputs:
                 runtime.memcpyAsync(self.tokens, given, 4 * T, runtime.memcpyDeviceToDevice, self.stream.ptr)
 
     def place_hidden(self, hidden: Array | None) -> Array | None:
-        """Copy a step's hidden states (T, n) to an address that is the same for all steps of one model."""
+        """Copy a step's hidden states (T, n) to an address that is the same for all steps of so many columns."""
         if hidden is None:
             return None
         T, n = hidden.shape
-        if self.hidden.nbytes < 4 * self.rows * n:
-            self.hidden = Memory(4 * self.rows * n, self.stream)
+        if n not in self.hidden:
+            self.hidden[n] = Memory(4 * self.rows * n, self.stream)
+        memory = self.hidden[n]
         runtime, size = cupy.cuda.runtime, 4 * T * n
-        runtime.memcpyAsync(self.hidden.address, hidden.address, size, runtime.memcpyDeviceToDevice, self.stream.ptr)
-        return Array((T, n), self.hidden.address, owner=self.hidden)
+        runtime.memcpyAsync(memory.address, hidden.address, size, runtime.memcpyDeviceToDevice, self.stream.ptr)
+        return Array((T, n), memory.address, owner=memory)
 
     def step(self, shape: Shape, is_block: bool = False) -> DeviceStep:
         """The step of a shape that lies here."""
