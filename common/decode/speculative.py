@@ -21,10 +21,10 @@ from common.decoders import Speculation, check_draft
 from common.errors import UsageError
 from common.models import Model
 from common.models.pair import Pair
-from common.ops import Array
 from common.sampling import Ahead, Sampler
 from common.step import State, Step
 
+FULL_STRETCH = 128  # plain steps before a budget is chosen again, where other replies leave no row for a draft token
 LONG = 3  # tokens of a match from which a lookup is trusted more than a draft
 LOOKUPS = (0, 3, 7, 11, 15)
 LOOKUP_DEPTH = LOOKUPS[-1]
@@ -106,11 +106,13 @@ class Budgets:
 
     def plain_steps(self) -> int:
         """Plain steps that may be taken after `choose` returned 0, before it is called again."""
-        return STRETCH if self.tuner is None or self.run.most_drafted == 0 else self.tuner.plain_steps()
+        if self.run.most_drafted == 0:
+            return FULL_STRETCH
+        return STRETCH if self.tuner is None else self.tuner.plain_steps()
 
     def record(self, size: int, path: Sequence[int], seconds: float, switched: bool = False, steps: int = 1) -> None:
-        """Call Tuner.record, unless the options name a budget."""
-        if self.tuner is not None:
+        """Call Tuner.record, unless the options name a budget, or other replies leave no row for a draft token."""
+        if self.tuner is not None and self.run.most_drafted != 0:
             self.tuner.record(size, path, seconds, switched, steps)
 
 
@@ -122,22 +124,27 @@ def decode(run: DecoderRun) -> Generator[Request, Any, None]:
     """
     check(run.options, run.model, run.sampler)
     drafter, budgets = Drafter(run), Budgets(run)
-    budget = budgets.choose()
-    if budget == 0:
-        token, budget = yield from _plain(run, drafter, budgets, run.logits)
-    else:
+    token, budget, logits = 0, budgets.choose(), run.logits
+    if budget:
         token = yield from _first(run, drafter)
     while run.state.length < run.state.capacity:
-        if budget == 0:
-            step = Step.chain(np.array([token], np.int32), run.state.length)
-            done = yield Rows(step, target_only=True)
-            run.state.commit([0])
-            token, budget = yield from _plain(run, drafter, budgets, done.logits)
-        else:
+        if budget:
             started = time.perf_counter()
             token, path = yield from _step(run, drafter, token, budget)
             budgets.record(budget, path, time.perf_counter() - started)
-            budget = budgets.choose()
+            budget, logits = budgets.choose(), None
+            continue
+        if logits is None:
+            step = Step.chain(np.array([token], np.int32), run.state.length)
+            done = yield Rows(step, target_only=True)
+            run.state.commit([0])
+            logits = done.logits
+        stretches = PlainStretches(run, drafter, budgets, logits is run.logits)
+        try:
+            yield from plain(run, logits, stretches.ask, stretches.note, stretches.read)
+        finally:
+            stretches.end()
+        token, budget, logits = stretches.token, stretches.budget, None
 
 
 def _first(run: DecoderRun, drafter: Drafter) -> Generator[Request, Any, int]:
@@ -151,43 +158,50 @@ def _first(run: DecoderRun, drafter: Drafter) -> Generator[Request, Any, int]:
     return token
 
 
-def _plain(
-    run: DecoderRun, drafter: Drafter, budgets: Budgets, logits: Array
-) -> Generator[Request, Any, tuple[int, int]]:
-    """Emit tokens of plain decoding from `logits` on until a budget is chosen; return the newest token and the budget.
+class PlainStretches:
+    """Plain decoding until a budget is chosen, in stretches of steps: what `plain` calls between them.
 
     A budget is chosen, and the tuner learns what steps took, once per stretch: a step may be as short as the host's
     work for it. The first token ends a stretch of its own, since no step was launched ahead of it.
+
+    is_prompts  whether the first token is that after the prompt, for which no step was taken
+    read        tokens of this stretch
+    due         tokens from this stretch's first to the one before the next choice
+    token       the newest token, at the end of a stretch
+    budget      the one that was chosen last
     """
-    budget, due = 0, budgets.plain_steps()  # tokens from this stretch's first to the one before the next choice
-    read: list[int] = []  # tokens of this stretch
-    token, is_prompts, switched, started = 0, logits is run.logits, logits is not run.logits, time.perf_counter()
 
-    def ask() -> int:
-        nonlocal budget, due
-        left = due - len(read)
+    def __init__(self, run: DecoderRun, drafter: Drafter, budgets: Budgets, is_prompts: bool):
+        self.run, self.drafter, self.budgets = run, drafter, budgets
+        self.is_prompts, self.switched = is_prompts, not is_prompts
+        self.read: list[int] = []
+        self.token, self.budget, self.due = 0, 0, budgets.plain_steps()
+        self.started = time.perf_counter()
+
+    def ask(self) -> int:
+        """Choose a budget where one is due; return the steps until the next call, -1 to end plain decoding."""
+        left = self.due - len(self.read)
         if left <= 1:
-            budget = budgets.choose()
-            left = budgets.plain_steps() + 1
-            due = len(read) + left
-        return -1 if budget else left - 2
+            self.budget = self.budgets.choose()
+            left = self.budgets.plain_steps() + 1
+            self.due = len(self.read) + left
+        return -1 if self.budget else left - 2
 
-    def note() -> None:
-        nonlocal token, due, is_prompts, switched, started
-        ended, steps = time.perf_counter(), len(read)
-        if not is_prompts:
-            budgets.record(0, [0], (ended - started) / steps, switched, steps)
-            run.stats.add_plain(steps, ended - started)
-            switched = False
-        drafter.extend(read)
-        token, due, is_prompts, started = read[-1], due - steps, False, ended
-        read.clear()
+    def note(self) -> None:
+        """End a stretch, whose last token has been read."""
+        ended, steps = time.perf_counter(), len(self.read)
+        if not self.is_prompts:
+            self.budgets.record(0, [0], (ended - self.started) / steps, self.switched, steps)
+            self.run.stats.add_plain(steps, ended - self.started)
+            self.switched = False
+        self.drafter.extend(self.read)
+        self.token, self.due, self.is_prompts, self.started = self.read[-1], self.due - steps, False, ended
+        self.read.clear()
 
-    try:
-        yield from plain(run, logits, ask, note, read)
-    finally:
-        run.stats.add_plain(max(len(read) - is_prompts, 0), time.perf_counter() - started)
-    return token, budget
+    def end(self) -> None:
+        """Count the steps of a stretch that has not ended."""
+        seconds = time.perf_counter() - self.started
+        self.run.stats.add_plain(max(len(self.read) - self.is_prompts, 0), seconds)
 
 
 def _step(run: DecoderRun, drafter: Drafter, token: int, budget: int) -> Generator[Request, Any, tuple[int, list[int]]]:

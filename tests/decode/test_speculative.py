@@ -223,7 +223,7 @@ class Script:
 def test_decoding_is_plain_while_no_draft_token_may_be_had(budget):
     """As beside many other replies; draft tokens come back with the room for them."""
     model, prompt = tiny.load("llama", NumpyOps()), [5, 6, 7, 8] * 4
-    expected, _, _ = decode(model, prompt, 100, capacity=200)
+    expected, _, _ = decode(model, prompt, 180, capacity=200)
     state, logits = prefilled(model, prompt, 200)
     run = DecoderRun(model, state, logits, Sampler(Sampling()), prompt, Speculation("lookup", budget), most_drafted=0)
     tokens, out = run_alone(run), []
@@ -232,7 +232,7 @@ def test_decoding_is_plain_while_no_draft_token_may_be_had(budget):
         if len(out) == 40:
             assert run.stats.seconds["verify"] == 0
             run.most_drafted = None
-        if len(out) == 100:
+        if len(out) == 180:
             break
     tokens.close()
     assert out == expected
