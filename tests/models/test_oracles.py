@@ -92,6 +92,7 @@ ROPES = [
 @pytest.mark.parametrize("rope", ROPES)
 def test_rope_frequencies(rope, theta):
     """Frequencies and magnitude of every supported kind of rope, for the sizes of real models."""
+    pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
