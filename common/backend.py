@@ -198,8 +198,9 @@ class Backend(ABC):
         out = fn(state, step)
         return out if kept is None else out[kept]
 
-    def compute(self, x: Array) -> None:  # noqa: B027
-        """Compute x, on a backend that would only do so once its values are needed."""
+    def computed(self, x: Array) -> Array:
+        """Return x, computed at once on a backend that would only do so when its values are needed."""
+        return x
 
     @abstractmethod
     def read(self, x: Array) -> np.ndarray:

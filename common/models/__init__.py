@@ -165,8 +165,7 @@ class Model:
             return self.forward(state, step, rows)
         *parts, (no_row, last_row) = self._parts
         for part in parts:
-            step = replace(step, hidden=self.ops.run(part, state, step))
-            self.ops.compute(step.hidden)
+            step = replace(step, hidden=self.ops.computed(self.ops.run(part, state, step)))
             yield
         return self.ops.run(no_row if rows.start == rows.stop else last_row, state, step)
 
