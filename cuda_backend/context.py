@@ -77,7 +77,7 @@ class Context:
             store.pages.hold_runs(runs, store.lengths)
         if isinstance(store, Recurrent):
             store.note_step(step, runs)
-            kept, inputs = store.store_of_paths(step, runs), [RunInput(run, 0, *store.input(run.slot)) for run in runs]
+            kept, inputs = store.store_of_paths, [RunInput(run, 0, *store.input(run.slot)) for run in runs]
         else:
             inputs = [RunInput(run, store.lengths[run.slot]) for run in runs]
             if isinstance(store, KVStore):

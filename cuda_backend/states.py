@@ -146,9 +146,7 @@ class CudaPool:
         if not self.recurrent or step.parents is None:
             return 0, [RunInput(run, self.lengths[run.slot]) for run in runs]
         of = self.recurrent.input
-        return self.recurrent.store_of_paths(step, runs), [
-            RunInput(run, self.lengths[run.slot], *of(run.slot)) for run in runs
-        ]
+        return self.recurrent.store_of_paths, [RunInput(run, self.lengths[run.slot], *of(run.slot)) for run in runs]
 
     @property
     def nbytes(self) -> int:

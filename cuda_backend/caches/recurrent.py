@@ -201,9 +201,10 @@ class Recurrent:
         for slots in moved.values():
             self.apply(slots)
 
-    def store_of_paths(self, step: Step, runs: Sequence[Run]) -> int:
-        """The store that holds the rows of the paths that a noted step applies."""
-        return self.pairs[runs[0].slot].at if len(step) > MAX_DECODE_ROWS else 1 - self.newest
+    @property
+    def store_of_paths(self) -> int:
+        """The store that holds the rows of the paths that a noted step applies; a long step applies none."""
+        return 1 - self.newest
 
     def input(self, slot: int) -> tuple[int, int, np.ndarray]:
         """The states that a step reads and writes, counted from slot 0's first, and the path that it applies."""
