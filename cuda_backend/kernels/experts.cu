@@ -144,12 +144,13 @@ experts(Matrices of, const u8* x, float* out, int N, int row_blocks, int k_block
         }
 #endif
         float acc[NT][4] = {};
+        const u32 none = zero_of(empty);
         for (int k = 0; k < item.units; k++, i++) {
             const int s = i % STAGES;
             barrier_wait(full + 8 * s, (i / STAGES) % 2);
             const GatheredRows rows{ring + s * STAGE + UNIT_BYTES, lane / 4, lane % 4};
             multiply<NT == 1 ? HALVES : 1, NT == 1 ? 1 : 2>(acc, ring + s * STAGE + warp * TILE_BYTES, rows, lane, (item.group.z + 7) / 8);
-            give_back(empty + 8 * s, acc);
+            give_back<NT == 1 ? 1 : 2>(empty + 8 * s, none, acc);
         }
         const int row = item.row_block * 128 + warp * 16 + lane / 4;
         float* to = out + item.part * part_stride + row;

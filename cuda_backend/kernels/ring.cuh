@@ -66,15 +66,20 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
             : "memory");
 }
 #endif
-// The reads of a stage have returned: the address of the arrival depends on each sum that they are part of. An arrival alone is
-// issued while the last reads are still queued, and a bulk copy may overtake these: docs/experiments/products.md, A race.
-template <int TILES, int EACH_TILE>
-__device__ __forceinline__ void give_back(u32 empty, const float (&acc)[TILES][EACH_TILE]) {
+// The reads of a stage have returned: the address of the arrival depends on a sum of each read. An arrival alone is issued while
+// the last reads are still queued, and a bulk copy may overtake these: docs/experiments/products.md, A race. The first sum of
+// each tile depends on its reads of x, and on those of matrix rows 0 to 7; the last sum of a tile depends on the reads of rows
+// 8 to 15, which TOGETHER tiles share.
+// none      zero_of(empty)
+template <int TOGETHER, int TILES, int EACH_TILE>
+__device__ __forceinline__ void give_back(u32 empty, u32 none, const float (&acc)[TILES][EACH_TILE]) {
     u32 bits = 0;
 #pragma unroll
-    for (int n = 0; n < TILES; n++) bits |= __float_as_uint(acc[n][0]) | __float_as_uint(acc[n][EACH_TILE - 1]);
-    barrier_arrive(empty + (bits & empty >> 20));  // + 0: shared memory has fewer than 2^20 bytes, which the compiler does not know
+    for (int n = 0; n < TILES; n++) bits |= __float_as_uint(acc[n][0]) | (n % TOGETHER ? 0 : __float_as_uint(acc[n][EACH_TILE - 1]));
+    barrier_arrive(empty + (bits & none));
 }
+// 0, which the compiler does not know: shared memory has fewer than 2^20 bytes.
+__device__ __forceinline__ u32 zero_of(u32 shared_address) { return shared_address >> 20; }
 // One thread: `full` completes once more when `bytes` have landed.
 __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
 #if BULK

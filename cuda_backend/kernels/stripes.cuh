@@ -108,11 +108,12 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
     u32 phase = 0;
     // as every stripe does: saying so spares registers here, and costs some for more rows
     if (COLS == 16 || COLS == 24) __builtin_assume(left > 0);
+    const u32 none = zero_of(empty);
 #pragma unroll 1
     while (left) {
         barrier_wait(full + 8 * s, phase);
         multiply<HALVES_AT_ONCE, EIGHTS_AT_ONCE>(acc, ring + s * STAGE + warp * TILE_BYTES, PackedRows{ring + s * STAGE + UNIT_BYTES, lane}, lane);
-        give_back(empty + 8 * s, acc);
+        give_back<EIGHTS_AT_ONCE>(empty + 8 * s, none, acc);
         if (++s == STAGES) s = 0, phase ^= 1;
         const bool done = ++k_block == m.k_blocks;
         if (--left && !done) continue;
