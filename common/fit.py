@@ -13,7 +13,7 @@ from common.storage import KVSpec, LatentSpec, LayerSpec, grows
 from common.tensors import Tensor, stack
 from common.weights import ExpertMatrix, Layout, Matrix, Stored, Table, account, own_part
 
-SPARE = 0.05  # share of free memory kept for what is not predicted: a draft's states, graphs, libraries
+SPARE = 0.05  # share of free memory kept for what is not predicted: a draft's states and inputs, graphs, libraries
 SPARE_OF_ROWS = 0.15  # share of memory beside weights that is kept when the rows of a prefill step are chosen
 LEAST_ROWS = 256
 LEAST_CONTEXT = 512

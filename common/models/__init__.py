@@ -171,14 +171,18 @@ class Model:
 
     def divides(self, rows: int) -> bool:
         """Test whether `forward_in_parts` divides a step of a prompt of so many rows."""
-        whole = self.expert_stream is not None or not (self.repeats and self.ops.divides)
-        return not whole and rows >= DIVIDED_ROWS
+        return self.ops.divides and self.expert_stream is None and rows >= DIVIDED_ROWS
+
+    @cached_property
+    def layer_parts(self) -> list[range]:
+        """Divide the layers into those of each part of a long step."""
+        count, parts = len(self.weights.layers), min(PARTS, len(self.weights.layers))
+        return [range(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
 
     @cached_property
     def _parts(self) -> list[Any]:
         """Compute the parts of a long step, a function each; of the last part two, without logits and with a row's."""
-        count, parts = len(self.weights.layers), min(PARTS, len(self.weights.layers))
-        layers = [range(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
+        layers = self.layer_parts
         last = [Repeated(self._part, rows=rows, layers=layers[-1]) for rows in (slice(0, 0), slice(-1, None))]
         return [*(Repeated(self._part, rows=slice(None), layers=each) for each in layers[:-1]), last]
 

@@ -6,7 +6,7 @@ position, or in drafts of DeepSpec the token after it. Embedding and head are th
 share one state, so that one commit moves both, and the draft needs no prompt of its own.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ from common.models import Model
 from common.models.blocks import RowFn, swiglu_ffn
 from common.models.dflash_config import Config
 from common.models.pair import Pair, Pass
+from common.models.taps import tapped
 from common.ops import Array, Ops
 from common.step import State, Step
 from common.storage import KVSpec, LayerSpec
@@ -95,32 +96,6 @@ def _keys_values(ops: Ops, c: Config, w: Any, step: Step, x: Array) -> tuple[Arr
 # -- target and draft --------------------------------------------------------------------------------------------------
 
 
-class Tap:
-    """The ops of a backend, which keep the output of some layers in `taken`, by layer."""
-
-    def __init__(self, ops: Ops, layers: Sequence[int]):
-        self._ops, self._layers = ops, layers
-        self.taken: dict[int, Array] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ops, name)
-
-    def scope(self, layer: int, block: Any, x: Array) -> Array:
-        x = self._ops.scope(layer, block, x)
-        if layer in self._layers:
-            self.taken[layer] = self._ops.keep(x)
-        return x
-
-
-def tapped(model: Model, taps: Sequence[int], state: State, step: Step, rows: slice) -> tuple[Array, list[Array]]:
-    """The target's logits (n, vocab) of `rows`, and the outputs (T, hidden) of its layers `taps` for all rows."""
-    tap: Any = Tap(model.ops, taps)
-    taps_last = max(taps) == len(model.weights.layers) - 1  # which a model may compute for some rows alone
-    every = slice(None) if taps_last else rows
-    logits = model.definition.forward(tap, model.config, model.weights, state, step, every)
-    return logits[rows] if taps_last else logits, [tap.taken[i] for i in taps]
-
-
 @dataclass(frozen=True)
 class DflashPair(Pair):
     """A target and its DFlash draft."""
@@ -137,8 +112,14 @@ class DflashPair(Pair):
         deepest = self.draft.tokens
         return sorted({0, deepest, *(size for size in CHAINS if size < deepest)})
 
-    def _logits(self, state: State, step: Step, rows: slice) -> Array:
-        logits, features = tapped(self, self.draft.taps, state, step, rows)
+    @property
+    def taps(self) -> Sequence[int]:
+        return self.draft.taps
+
+    def last_layers(self, state: State, step: Step, rows: slice, layers: range, outputs: Mapping[int, Array]) -> Array:
+        logits, taken = tapped(self, self.taps, state, step, rows, layers)
+        outputs = {**outputs, **taken}
+        features = [outputs[i] for i in self.taps]
         write_context(self.ops, self.draft, self.draft_weights, self._draft_states(state), step, features)
         return logits
 

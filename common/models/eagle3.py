@@ -6,6 +6,7 @@ token, among the tokens that the map `d2t` lists. To draft further the layer rea
 as hidden state. The first row of a sequence has a hidden state of zeros; vLLM and llama.cpp leave that row out.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,9 @@ from common.checkpoint import Checkpoint
 from common.models import Model
 from common.models.blocks import swiglu_ffn
 from common.models.chain import ChainPair
-from common.models.dflash import tapped
 from common.models.eagle3_config import Config, read_config, target_ids
 from common.models.eagle3_weights import layout
+from common.models.taps import tapped
 from common.models.target import Target, target_of
 from common.ops import Array
 from common.step import State, Step
@@ -59,9 +60,14 @@ class Eagle3Pair(ChainPair):
         c = self.draft
         return [{"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim, c.window), "last": ConvSpec(c.hidden, 2)}]
 
-    def _logits(self, state: State, step: Step, rows: slice) -> Array:
-        logits, features = tapped(self, self.draft.taps, state, step, rows)
-        _, normed = self._hidden(state, step, self._fused(features))
+    @property
+    def taps(self) -> Sequence[int]:
+        return self.draft.taps
+
+    def last_layers(self, state: State, step: Step, rows: slice, layers: range, outputs: Mapping[int, Array]) -> Array:
+        logits, taken = tapped(self, self.taps, state, step, rows, layers)
+        outputs = {**outputs, **taken}
+        _, normed = self._hidden(state, step, self._fused([outputs[i] for i in self.taps]))
         k, v = self._keys_values(step, self._embedded(step), normed)
         self.ops.write_kv(k, v, self._state(state).kv, step)
         return logits

@@ -6,6 +6,7 @@ keys and values are written as the target reads those tokens. To draft further t
 own outputs as hidden states. The first row of a sequence has a hidden state of zeros, as in llama.cpp.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -169,13 +170,13 @@ class MtpPair(ChainPair):
         """List the states of a layer, and the hidden state of the last committed token."""
         return [{**self.definition.mtp_spec(self.config), "last": ConvSpec(self.config.hidden, 2)}]
 
-    def _logits(self, state: State, step: Step, rows: slice) -> Array:
-        ops, eps, layers = self.ops, self.config.eps, self.weights.layers
+    def last_layers(self, state: State, step: Step, rows: slice, layers: range, outputs: Mapping[int, Array]) -> Array:
+        ops, eps, weights = self.ops, self.config.eps, self.weights.layers
         parts = partial(self.definition.halves, ops, self.config)
-        x = ops.embed(self.weights.embed, step.tokens)
-        for i, layer in enumerate(layers[:-1]):
-            x = ops.scope(i, partial(_one_after_other, *parts(layer, state, step, i)), x)
-        mixed, ffn = parts(layers[-1], state, step, len(layers) - 1)
+        x = step.hidden if layers.start else ops.embed(self.weights.embed, step.tokens)
+        for i in layers[:-1]:
+            x = ops.scope(i, partial(_one_after_other, *parts(weights[i], state, step, i)), x)
+        mixed, ffn = parts(weights[-1], state, step, layers[-1])
 
         def last(x: Array) -> tuple[Array, Array]:
             """Return results at `rows`, as the target alone computes them, and at all rows."""
@@ -183,7 +184,7 @@ class MtpPair(ChainPair):
             every = ffn(x)
             return every if rows == slice(None) else ffn(x[rows]), every
 
-        x, every = ops.scope(len(layers) - 1, last, x)
+        x, every = ops.scope(layers[-1], last, x)
         logits = self.head_logits(ops.rms_norm(x, self.weights.norm, eps))
         self._write(state, step, ops.rms_norm(every, self.weights.norm, eps))
         return logits

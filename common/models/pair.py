@@ -1,9 +1,9 @@
 """A target and its draft as one model: the target's layers come first in a state, the draft's after them."""
 
 from abc import abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,6 +14,7 @@ from common.errors import BimetalError, UsageError
 from common.kv_cache import check_pairs, packed
 from common.models import Model
 from common.models.blocks import head_product
+from common.models.taps import tapped
 from common.ops import Array
 from common.step import State, Step
 from common.storage import LayerSpec
@@ -55,6 +56,39 @@ class Pair(Model):
     @abstractmethod
     def budgets(self) -> Sequence[int]:
         """Depths of a chain among which a budget is chosen, ascending, from 0 to the deepest that `drafted` gives."""
+
+    @property
+    def taps(self) -> Sequence[int]:
+        """List the layers of the target whose outputs the draft's rows are computed from, beside the last layer's."""
+        return ()
+
+    @abstractmethod
+    def last_layers(self, state: State, step: Step, rows: slice, layers: range, outputs: Mapping[int, Array]) -> Array:
+        """Compute the target's `layers` to the last one, and leave the draft's rows of the step in the state.
+
+        Returns the logits (n, vocab) of `rows`. Layers before `layers` gave step.hidden, and those among the taps
+        `outputs`, (T, hidden) by layer.
+        """
+
+    def _first_layers(self, state: State, step: Step, layers: range) -> tuple[Array, ...]:
+        """Compute `layers`, not the last one among them; return x (T, hidden), and the outputs of taps among them."""
+        x, taken = tapped(self, self.taps, state, step, slice(None), layers)
+        return x, *taken.values()
+
+    def _logits(self, state: State, step: Step, rows: slice) -> Array:
+        return self.last_layers(state, step, rows, range(len(self.weights.layers)), {})
+
+    def forward_in_parts(self, state: State, step: Step, rows: slice) -> Generator[None, None, Array]:
+        if not self.divides(len(step)):
+            return self.forward(state, step, rows)
+        ops, outputs = self.ops, dict[int, Array]()
+        *first, last = self.layer_parts
+        for layers in first:
+            x, *taken = map(ops.computed, ops.run(partial(self._first_layers, layers=layers), state, step))
+            outputs.update(zip([i for i in layers if i in self.taps], taken, strict=True))
+            step = replace(step, hidden=x)
+            yield
+        return ops.run(partial(self.last_layers, rows=rows, layers=last, outputs=outputs), state, step)
 
     @abstractmethod
     def drafting(

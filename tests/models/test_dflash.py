@@ -24,9 +24,10 @@ from test_ops_only import OPEN, Opaque, OpaqueOps, shown
 from common.checkpoint import open_checkpoint
 from common.errors import BimetalError
 from common.models import load_model
-from common.models.dflash import CONTEXT_ROWS, Tap
+from common.models.dflash import CONTEXT_ROWS
 from common.models.dflash_config import read_config
 from common.models.drafts import load_pair
+from common.models.taps import Tap
 from common.models.target import Target
 from common.quants import dequantize
 from common.step import Step

@@ -23,9 +23,9 @@ from test_ops_only import OPEN, Opaque, OpaqueOps, shown
 from common.checkpoint import open_checkpoint
 from common.fit import predict_run
 from common.models import load_model
-from common.models.dflash import Tap
 from common.models.drafts import load_pair
 from common.models.eagle3_config import config_alone, read_config
+from common.models.taps import Tap
 from common.models.target import Target
 from common.quants import PLAIN, dequantize
 from common.reference import NumpyOps

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tiny
+import tiny_eagle
 
 from common import models
 from common.engine import Engine
 from common.errors import BimetalError
+from common.models.drafts import load_pair
 from common.options import GenerationOptions, Sampling
 from common.sampling import Sampler
 from common.sequence import Call
@@ -72,7 +74,7 @@ class Beside:
 
     def __init__(self, model, slots: int, seed: int, prompts: tuple[int, ...], tokens: int | None = None, single=None):
         self.model, self.random, self.single = model, np.random.default_rng(seed), single or model
-        self.pool = model.ops.new_pool(model.state_spec, slots, tiny.CAPACITY, tokens)
+        self.pool = model.new_pool(slots, tiny.CAPACITY, tokens)
         self.states = [self.pool.new_state() for _ in prompts]
         self.alone = [self.single.new_state(tiny.CAPACITY) for _ in prompts]
         for i, n in enumerate(prompts):
@@ -151,8 +153,28 @@ def test_a_prompt_beside_sequences(model):
     beside.check_states()
 
 
+@pytest.fixture(scope="module", params=["dflash", "mtp-qwen35", "eagle"])
+def pair(request, ops, tmp_path_factory):
+    target = tiny.load("qwen35", ops)
+    if request.param != "eagle":
+        return load_pair(tiny.FOLDER / request.param, target)
+    c, folder = target.config, tmp_path_factory.mktemp("pair") / "eagle"
+    return load_pair(tiny_eagle.write(folder, c.hidden, c.vocab, [0, 1, len(target.layout.layers) - 1]), target)
+
+
 def test_others_decode_between_the_parts_of_a_long_step(model, monkeypatch):
     """Parts that are called, captured and replayed have the bits of whole steps, and so have the rows of the others."""
+    beside = in_parts(model, monkeypatch)
+    programs = beside.pool.graphs.get(model._parts[0], {})
+    assert (programs.get(Shape(140)) is not None) == beside.pool.captures_long
+
+
+def test_others_decode_between_the_parts_of_a_pair(pair, monkeypatch):
+    """The draft's rows, which come of several parts, are those of a whole step."""
+    in_parts(pair, monkeypatch)
+
+
+def in_parts(model, monkeypatch) -> Beside:
     monkeypatch.setattr(models, "DIVIDED_ROWS", MAX_DECODE_ROWS + 1)
     beside = Beside(model, 3, 3, (5, 2, 9))
     beside.step([0, 1, 2], [3, 1, 4])  # of which a path may be left to apply
@@ -173,8 +195,7 @@ def test_others_decode_between_the_parts_of_a_long_step(model, monkeypatch):
             each.commit(np.arange(140))
         beside.step([0, 1, 2], [2, 1, 3])
     beside.check_states()
-    programs = beside.pool.graphs.get(model._parts[0], {})
-    assert (programs.get(Shape(140)) is not None) == beside.pool.captures_long
+    return beside
 
 
 @pytest.mark.parametrize("rows", [slice(0, 0), slice(159, 160)])

@@ -1,0 +1,36 @@
+"""Outputs of some of a target's layers, from which a draft computes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from common.models import Model
+from common.ops import Array, Ops
+from common.step import State, Step
+
+
+class Tap:
+    """The ops of a backend, which keep the output of some layers in `taken`, by layer."""
+
+    def __init__(self, ops: Ops, layers: Sequence[int]):
+        self._ops, self._layers = ops, layers
+        self.taken: dict[int, Array] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def scope(self, layer: int, block: Any, x: Array) -> Array:
+        x = self._ops.scope(layer, block, x)
+        if layer in self._layers:
+            self.taken[layer] = self._ops.keep(x)
+        return x
+
+
+def tapped(
+    model: Model, taps: Sequence[int], state: State, step: Step, rows: slice, layers: range
+) -> tuple[Array, dict[int, Array]]:
+    """Compute `layers` as a definition's `forward`; return also the outputs (T, hidden) of taps, by layer."""
+    tap: Any = Tap(model.ops, taps)
+    last = len(model.weights.layers) - 1
+    every = slice(None) if last in taps else rows  # a model may compute its last layer for some rows alone
+    out = model.definition.forward(tap, model.config, model.weights, state, step, every, layers)
+    return out[rows] if last in taps and last in layers else out, tap.taken
