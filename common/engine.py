@@ -133,7 +133,7 @@ class Engine:
             if self.running:
                 self._turn()
         except Exception as error:
-            if not self.running:
+            if not (self.running or self.suspended):
                 raise
             self._fail(error)
         if not self._launches_next:

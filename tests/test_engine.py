@@ -997,6 +997,32 @@ def test_a_sequence_that_is_cancelled_on_the_host_leaves_nothing_there(tmp_path)
     assert all(slot._saved is None for slot in engine.slots)
 
 
+@pytest.mark.parametrize("resets", [True, False])
+def test_a_state_that_cannot_be_moved_back_ends_its_reply(resets):
+    """Nothing else runs by then; the next call finds a slot without what was loaded in part."""
+    model = tiny.load("llama", PooledOps())
+    engine = without_clock(Engine(model, Ids(), CONTEXT, parallel=2))
+    replies = [submit(engine, [5 + n, *range(10, 60)], max_tokens=30) for n in range(2)]
+    while len(engine.running) < 2 or not all(each.new for each in engine.running):
+        engine.turn()
+    engine._make_room(NoRoomError("no memory for a step"))
+    (suspended,) = engine.suspended
+
+    def broken(*of):
+        raise BimetalError("the GPU has no memory for a copy")
+
+    suspended.slot.state.load = broken
+    if not resets:
+        suspended.slot.reset = broken
+    engine.drain()
+    failed = next(reply for reply in replies if reply.sequence is suspended)
+    assert all(reply.ended for reply in replies)
+    assert "the GPU has no memory for a copy" in str(failed.error)
+    assert engine.suspended == []
+    again = drain(engine, [submit(engine, [5, 6, 7], max_tokens=12)])[0]
+    assert again.tokens == alone(model, [5, 6, 7], max_tokens=12).tokens
+
+
 def begun_alike(name, shared, count, lengths, ways, random):
     """Calls whose prompts have one of two beginnings of `shared` tokens; `lengths` bounds the new ones."""
     ids = tiny.golden(name)["ids"].tolist() * 4
