@@ -751,6 +751,33 @@ def test_a_stored_prefix_gives_the_bits_of_reading_it(monkeypatch):
         assert np.array_equal(hit.after, miss.after)
 
 
+def test_a_state_that_was_restored_in_part_is_not_reused(monkeypatch):
+    """The slot holds a beginning of the stored prompt; the next prompt goes on from that beginning."""
+    model, cache = tiny.load("llama", NumpyOps()), PrefixCache(b"a test", 10**9)
+    stored = list(range(5, 45))
+    first, engine = (Engine(model, Ids(), CONTEXT, prefixes=prefixes) for prefixes in (cache, None))
+    drain(first, [submit(first, stored, max_tokens=1)])
+    drain(engine, [submit(engine, [*stored[:10], 3], shared=10, max_tokens=1)])
+    kv, loaded = type(engine.slots[0].state[1].kv), []
+    load = kv.load
+
+    def load_one_layer(self, *of):
+        loaded.append(self)
+        if len(loaded) > 1:
+            raise MemoryError("no memory for rows")
+        load(self, *of)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv, "load", load_one_layer)
+        engine.prefixes = cache
+        (failed,) = drain(engine, [submit(engine, [*stored, 1, 2], max_tokens=4)])
+    assert str(failed.error) == "no memory for rows"
+    engine.prefixes, asked = None, ([*stored[:10], 7, 8], {"max_tokens": 6, "logprobs": 1})
+    (again,) = drain(engine, [submit(engine, asked[0], **asked[1])])
+    expected = alone(model, asked[0], **asked[1])
+    assert (again.tokens, again.logprobs) == (expected.tokens, expected.logprobs)
+
+
 @pytest.mark.parametrize("spec", ["chain", "tree", "lookup"])
 @pytest.mark.few(1)
 def test_the_steps_of_several_drafting_sequences_keep_to_the_row_budget(spec, tmp_path):
