@@ -8,6 +8,7 @@ import tiny
 from test_cuda_pool import Beside, Ids
 
 import generate
+from common import slot
 from common.engine import Engine
 from common.errors import BimetalError, NoRoomError
 from common.fit import layer_size, predict_run
@@ -20,6 +21,8 @@ from common.storage import KVSpec, LatentSpec
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
+from cuda_backend import memory  # noqa: E402
+from cuda_backend.caches import planes  # noqa: E402
 from cuda_backend.caches.pages import page_count, pages_of  # noqa: E402
 from cuda_backend.caches.planes import PAGE  # noqa: E402
 from cuda_backend.memory import copy_in  # noqa: E402
@@ -158,6 +161,28 @@ def test_states_move_between_pages(model):
     beside.states, beside.alone = [three], beside.alone[1:]
     beside.step([0], [6])
     beside.check_states()
+
+
+def test_a_long_state_moves_in_little_memory(ops, monkeypatch):
+    """What is copied to the host and back takes memory beside the pages: for a part of the state at a time."""
+    model, random = tiny.load("qwen3", ops), np.random.default_rng(1)
+    pool = ops.new_pool(model.state_spec, 2, 2000, 2000)
+    held = Slot(model, 2000, pool)
+    grow(held.state, 1900)
+    before = {name: random.integers(0, 255, array.shape, np.uint8) for name, array in held.state.save().items()}
+    held.state.load(before, 1900)
+    monkeypatch.setattr(slot, "MOVED", PAGE)
+    monkeypatch.setattr(planes, "COPIED", pool.pages.block)
+    memory.give_back()
+    memory.limit(cupy.get_default_memory_pool().total_bytes() + 2 * pool.pages.block)
+    try:
+        held.suspend()
+        assert pool.pages.held == [0, 0]
+        held.resume()
+    finally:
+        memory.limit(0)
+    after = held.state.save()
+    assert all(np.array_equal(after[name], array) for name, array in before.items())
 
 
 @pytest.mark.parametrize("parallel", [2, 3])
