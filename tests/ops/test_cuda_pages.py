@@ -9,11 +9,13 @@ from test_cuda_pool import Beside, Ids
 
 import generate
 from common import slot
+from common.attention_scores import attention_to
 from common.engine import Engine
 from common.errors import BimetalError, NoRoomError
 from common.fit import layer_size, predict_run
 from common.models.drafts import load_pair
 from common.options import GenerationOptions
+from common.scores import score
 from common.sequence import Call
 from common.slot import Slot
 from common.step import MAX_DECODE_ROWS, Step
@@ -214,6 +216,20 @@ def test_replies_when_pages_run_out(ops, parallel, monkeypatch):
     for _ in range(2):  # prompts wait where a step before them compiles kernels: replies may not meet at first
         assert replies(parallel, 0) == alone
     assert moved
+
+
+def test_scores_take_memory_for_their_tokens_alone(ops):
+    """Beside slots that have taken nearly all of it, for a whole context."""
+    model, ids = tiny.load("qwen3", ops), tiny.golden("qwen3")["ids"][:40].tolist()
+    expected = score(model, ids, 20_000, 0), attention_to(model, ids, 8, 20_000)  # takes what steps compute
+    memory.give_back()
+    memory.limit(cupy.get_default_memory_pool().total_bytes() + (1 << 20))
+    try:
+        found = score(model, ids, 20_000, 0), attention_to(model, ids, 8, 20_000)
+    finally:
+        memory.limit(0)
+    assert found[0] == expected[0]
+    assert np.array_equal(found[1], expected[1])
 
 
 def test_drafts_of_replies_share_pages(ops):
