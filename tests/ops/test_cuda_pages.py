@@ -16,7 +16,7 @@ from common.fit import layer_size, predict_run
 from common.models.drafts import load_pair
 from common.options import GenerationOptions
 from common.scores import score
-from common.sequence import Call
+from common.sequence import Call, Sequence
 from common.slot import Slot
 from common.step import MAX_DECODE_ROWS, Step
 from common.storage import KVSpec, LatentSpec
@@ -216,6 +216,28 @@ def test_replies_when_pages_run_out(ops, parallel, monkeypatch):
     for _ in range(2):  # prompts wait where a step before them compiles kernels: replies may not meet at first
         assert replies(parallel, 0) == alone
     assert moved
+
+
+def test_a_cancelled_prompt_gives_its_pages_back(ops, monkeypatch):
+    """Of its first step, which had begun: the next prompt finds them in an idle slot that holds no token."""
+    monkeypatch.setattr("common.models.DIVIDED_ROWS", 150)
+    engine, ends = Engine(tiny.load("qwen3", ops), Ids(), 500, 2, tokens=0), []
+
+    def submit(prompt: list[int]) -> Sequence:
+        how = GenerationOptions(max_tokens=5)
+        return engine.submit(Call(prompt, how, lambda piece: None, ends.append, threading.Event()))
+
+    submit([7, 8])
+    cancelled = submit([i % 90 for i in range(400)])
+    while cancelled.parts is None:
+        engine.turn()
+    cancelled.call.cancel.set()
+    engine.drain()
+    assert engine.memory.pool.pages.held[cancelled.slot.state.slot] == 2
+    last = submit([i % 80 for i in range(400)])
+    engine.drain()
+    assert ends == [None] * 3
+    assert (last.new, last.slot is cancelled.slot) == (5, False)
 
 
 def test_scores_take_memory_for_their_tokens_alone(ops):
