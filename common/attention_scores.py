@@ -62,7 +62,7 @@ def attention_to(
         raise UsageError(f"{model.ops.ranks.size} ranks share each layer, and none has all heads; score with one GPU")
     ids = check_tokens(tokens, model.config.vocab)
     check_fits(len(ids), context, model.config.context)
-    state, at, rows = model.new_state(context), 0, min(model.ops.prefill_rows, ROWS)
+    state, at, rows = model.new_state(len(ids)), 0, min(model.ops.prefill_rows, ROWS)
     first, sparse = max(len(ids) - queries, 0), max(len(ids) - FULL, 0)
     parts: list[list[np.ndarray]] = []  # of each step, the keys of each layer
     while at < len(ids):

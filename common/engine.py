@@ -133,7 +133,7 @@ class Engine:
             if self.running:
                 self._turn()
         except Exception as error:
-            if not self.running:
+            if not (self.running or self.suspended):
                 raise
             self._fail(error)
         if not self._launches_next:
@@ -248,6 +248,8 @@ class Engine:
                 logits = slot.logits_after(len(sequence.prompt)) if sequence.cached == len(sequence.prompt) else ()
                 self._decode(sequence, logits)
         except Exception as error:
+            if sequence.slot is not None:
+                sequence.slot.reset()  # its state may have been restored in part
             self._end(sequence, error)
         return True
 

@@ -15,7 +15,7 @@ PREFILL_ROWS = Ops.prefill_rows  # rows of a step of which all logits are read
 
 
 def logits_of(model: Model, tokens: Sequence[int], context: int) -> np.ndarray:
-    """The logits after each of `tokens`, read from an empty state of `context` tokens: (T, vocab) float32."""
+    """The logits after each of `tokens`, read from an empty state: (T, vocab) float32."""
     return np.concatenate(list(_steps(model, tokens, context)))
 
 
@@ -39,7 +39,7 @@ def _steps(model: Model, tokens: Sequence[int], context: int) -> Iterator[np.nda
     """Yield the logits after each of `tokens`, read from an empty state, a step of rows (T, vocab) at a time."""
     ids = check_tokens(tokens, model.config.vocab)
     check_fits(len(ids), context, model.config.context)
-    state = model.new_state(context)
+    state = model.new_state(len(ids))  # whose memory lies beside that of the slots
     for at in range(0, len(ids), PREFILL_ROWS):
         chunk = np.asarray(ids[at : at + PREFILL_ROWS], np.int32)
         yield model.ops.read(model.forward(state, Step.chain(chunk, at)))

@@ -3,12 +3,16 @@
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from common.errors import BimetalError
 from common.models import Model
 from common.ops import Array
 from common.prefix_cache import Found
 from common.reading import Reading
 from common.step import LongStep, Pool, Snapshot, State
+
+MOVED = 1024  # tokens whose rows are moved to the host at a time
 
 
 class Prefixes(Protocol):
@@ -114,7 +118,7 @@ class Slot:
         state = self.state
         if not state.can_save:
             raise BimetalError("memory ran out, and a state of this model cannot be moved to the host")
-        self._saved = state.save(), state.length, list(state.long_steps)
+        self._saved = _in_parts(state), state.length, list(state.long_steps)
         state.restore(self._empty)
         if state.pool is None:
             state.load(state.save(), 0)  # arrays without rows, in place of those that had grown
@@ -138,3 +142,15 @@ class Slot:
         """
         self.marks = [mark for mark in self.marks if mark.length in turns and mark.length != length]
         self.marks.append(Mark(length, self.state.snapshot(), logits))
+
+
+def _in_parts(state: State) -> dict[str, Any]:
+    """`State.save` of MOVED tokens at a time: a copy takes memory of the device, of which little is left."""
+    rows = list[list[np.ndarray]]()
+    for first in range(0, max(state.length, 1), MOVED):
+        rows.append(state.save_rows(first, min(first + MOVED, state.length)))
+        state.finish_saving(rows[-1])
+    point = state.save_point()
+    state.finish_saving(point)
+    saved: dict[str, Any] = {f"rows.{i}": parts for i, parts in enumerate(zip(*rows, strict=True))}
+    return saved | {f"point.{i}": array for i, array in enumerate(point)}

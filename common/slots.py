@@ -46,7 +46,7 @@ class Slots:
 
     def forget_one(self, taken: Collection[Slot | None]) -> bool:
         """Empty the least recently used idle slot; return whether one held anything."""
-        held = [slot for slot in self.slots if slot not in taken and slot.state.length]
+        held = [slot for slot in self.slots if slot not in taken and slot.tokens]
         if held:
             oldest = min(held, key=lambda slot: slot.used)
             if self.grows:  # a state that forgets keeps its memory
@@ -122,7 +122,7 @@ class Slots:
         assert self.pool is not None
         needed = tokens - (slot.state.length if slot is not None else 0)
         needed += sum(max(0, most - other.state.length) for other, most in running)
-        held = [each for each in idle if each.state.length]
+        held = [each for each in idle if each.tokens]  # a first step that was not committed has taken memory too
         while (free := self.pool.free_tokens) is not None and needed > free:
             if not held:
                 return False

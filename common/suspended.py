@@ -57,7 +57,7 @@ class Suspended:
         return True
 
     def resume(self, running: list[Sequence]) -> Ended | None:
-        """Resume a sequence if memory may be free again; returns it if it does not even fit alone."""
+        """Resume a sequence if memory may be free again; returns it if it does not even fit alone, or fails to load."""
         if running and not self.has_ended:
             return None
         self.has_ended = False
@@ -71,6 +71,9 @@ class Suspended:
         except NoRoomError as error:
             is_alone = not self._memory.forget_one(self._taken(running)) and not running
             return (sequence, error) if is_alone else None
+        except Exception as raised:
+            sequence.slot.reset()  # its state may have been loaded in part
+            return sequence, raised
         self.sequences.remove(sequence)
         running.append(sequence)
         return None

@@ -39,10 +39,9 @@ class Card:
 
 
 class Planned(NamedTuple):
-    """A card and what its data sheet says: L2 cache in bytes, bytes per second, dense FLOP/s of `half` into float32."""
+    """A card and what its data sheet says: bytes per second, dense FLOP/s of `half` into float32."""
 
     card: Card
-    l2: int
     bandwidth: float
     flops: float
 
@@ -50,12 +49,12 @@ class Planned(NamedTuple):
 # CUDA C++ programming guide, technical specifications; NVIDIA's whitepapers of
 # Turing, A100, GA102, AD102, H100, RTX Blackwell
 CARDS = (
-    Planned(Card("T4", 75, 40, 64 << 10, 64 << 10), 4 << 20, 0.320e12, 65e12),
-    Planned(Card("A100 40 GB", 80, 108, 164 << 10, 163 << 10), 40 << 20, 1.555e12, 312e12),
-    Planned(Card("RTX 3090", 86, 82, 100 << 10, 99 << 10), 6 << 20, 0.936e12, 71e12),
-    Planned(Card("RTX 4090", 89, 128, 100 << 10, 99 << 10), 72 << 20, 1.008e12, 165e12),
-    Planned(Card("H200", 90, 132, 228 << 10, 227 << 10), 50 << 20, 4.8e12, 989e12),
-    Planned(Card("RTX 5090", 120, 170, 100 << 10, 99 << 10), 96 << 20, 1.792e12, 209e12),
+    Planned(Card("T4", 75, 40, 64 << 10, 64 << 10), 0.320e12, 65e12),
+    Planned(Card("A100 40 GB", 80, 108, 164 << 10, 163 << 10), 1.555e12, 312e12),
+    Planned(Card("RTX 3090", 86, 82, 100 << 10, 99 << 10), 0.936e12, 71e12),
+    Planned(Card("RTX 4090", 89, 128, 100 << 10, 99 << 10), 1.008e12, 165e12),
+    Planned(Card("H200", 90, 132, 228 << 10, 227 << 10), 4.8e12, 989e12),
+    Planned(Card("RTX 5090", 120, 170, 100 << 10, 99 << 10), 1.792e12, 209e12),
 )
 
 # Types by what products of theirs keep in registers: kernels/tile.cuh

@@ -260,8 +260,9 @@ class Replay:
         if program is not None and program.scratch is not self.arena.passing:  # which has grown since
             has_run, program = False, None
         if not has_run:
+            out = self._call(fn, state, here)
             table[shape] = None
-            return self._call(fn, state, here)
+            return out
         if program is None:
             try:
                 program = self._captured(fn, state, here, overlap=False)._replace(scratch=self.arena.passing)

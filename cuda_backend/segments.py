@@ -52,13 +52,15 @@ def run_step(
 ) -> Any:
     """Run a step and return its result.
 
-    The first step of a shape is run by `call`, the second is captured, later ones are replayed. Long steps are always
-    run by `call`; Replay captures the ones whose launches depend on the number of rows alone.
+    The first step of a shape is run by `call`, the second is captured, later ones are replayed; one that failed does
+    not count. Long steps are always run by `call`; Replay captures the ones whose launches depend on the number of rows
+    alone.
     """
     if shape.T > MAX_DECODE_ROWS or shape not in table:
+        out = call()
         if shape.T <= MAX_DECODE_ROWS:
             table[shape] = None
-        return call()
+        return out
     program = table[shape]
     if program is None:
         program = table[shape] = capture()

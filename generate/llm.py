@@ -346,10 +346,13 @@ class LLM:
 
     @property
     def expert_stats(self) -> ExpertStats | None:
-        """Costs so far of experts that are read while the model runs; None where all experts are in memory."""
+        """Costs so far of experts that are read while the model runs; None where all experts are in memory.
+
+        On CUDA the costs of the last few steps may be missing: the thread that owns the model counts them later.
+        """
         engine = getattr(self, "_engine", None)
         stream = None if engine is None else getattr(engine.model, "expert_stream", None)
-        return None if stream is None else stream.stats()
+        return None if stream is None else stream.residency.counters.stats()
 
     def _free(self) -> None:
         """Drop the model; if `expert_profile` names a file, write how often each expert was used."""

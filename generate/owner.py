@@ -142,7 +142,7 @@ class Owner:
                 item = jobs.get()
                 if item is None:
                     self._has_ended = True
-                    while self.turn():
+                    while self._turn():
                         pass
                     self.deliver()
                     self._refuse_jobs()
@@ -154,12 +154,16 @@ class Owner:
                 del item  # a job holds the caller's objects
                 self.deliver()
                 busy = True
-            try:
-                busy = self.turn()
-            except Exception:  # of nobody's call
-                traceback.print_exc()
-                self.deliver()
-                busy = False
+            busy = self._turn()
+
+    def _turn(self) -> bool:
+        """Call `turn`; no work counts as left after one that fails."""
+        try:
+            return self.turn()
+        except Exception:  # of nobody's call
+            traceback.print_exc()
+            self.deliver()
+            return False
 
 
 def _serve(future: Future, job: Callable[[], Any]) -> None:

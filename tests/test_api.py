@@ -603,6 +603,21 @@ def test_jobs_that_come_after_the_end_are_refused():
         owner.wake()
 
 
+def test_a_turn_that_fails_at_the_end_keeps_the_thread_from_nothing(capsys):
+    ended = threading.Event()
+    owner = Owner("owner", ended.set)
+
+    def turn():
+        raise OSError(5, "the device is gone")
+
+    owner.put(lambda: setattr(owner, "turn", turn)).result(10)
+    owner.close()
+    assert ended.is_set()
+    assert "the device is gone" in capsys.readouterr().err
+    with pytest.raises(BimetalError, match="closed"):
+        owner.put(lambda: None).result(10)
+
+
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_list_of_prompts_has_one_bar(folder, monkeypatch, shown):
     bars = []

@@ -751,6 +751,33 @@ def test_a_stored_prefix_gives_the_bits_of_reading_it(monkeypatch):
         assert np.array_equal(hit.after, miss.after)
 
 
+def test_a_state_that_was_restored_in_part_is_not_reused(monkeypatch):
+    """The slot holds a beginning of the stored prompt; the next prompt goes on from that beginning."""
+    model, cache = tiny.load("llama", NumpyOps()), PrefixCache(b"a test", 10**9)
+    stored = list(range(5, 45))
+    first, engine = (Engine(model, Ids(), CONTEXT, prefixes=prefixes) for prefixes in (cache, None))
+    drain(first, [submit(first, stored, max_tokens=1)])
+    drain(engine, [submit(engine, [*stored[:10], 3], shared=10, max_tokens=1)])
+    kv, loaded = type(engine.slots[0].state[1].kv), []
+    load = kv.load
+
+    def load_one_layer(self, *of):
+        loaded.append(self)
+        if len(loaded) > 1:
+            raise MemoryError("no memory for rows")
+        load(self, *of)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv, "load", load_one_layer)
+        engine.prefixes = cache
+        (failed,) = drain(engine, [submit(engine, [*stored, 1, 2], max_tokens=4)])
+    assert str(failed.error) == "no memory for rows"
+    engine.prefixes, asked = None, ([*stored[:10], 7, 8], {"max_tokens": 6, "logprobs": 1})
+    (again,) = drain(engine, [submit(engine, asked[0], **asked[1])])
+    expected = alone(model, asked[0], **asked[1])
+    assert (again.tokens, again.logprobs) == (expected.tokens, expected.logprobs)
+
+
 @pytest.mark.parametrize("spec", ["chain", "tree", "lookup"])
 @pytest.mark.few(1)
 def test_the_steps_of_several_drafting_sequences_keep_to_the_row_budget(spec, tmp_path):
@@ -995,6 +1022,32 @@ def test_a_sequence_that_is_cancelled_on_the_host_leaves_nothing_there(tmp_path)
     engine.drain()
     assert suspended.reason == "cancelled"
     assert all(slot._saved is None for slot in engine.slots)
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_a_state_that_cannot_be_moved_back_ends_its_reply(resets):
+    """Nothing else runs by then; the next call finds a slot without what was loaded in part."""
+    model = tiny.load("llama", PooledOps())
+    engine = without_clock(Engine(model, Ids(), CONTEXT, parallel=2))
+    replies = [submit(engine, [5 + n, *range(10, 60)], max_tokens=30) for n in range(2)]
+    while len(engine.running) < 2 or not all(each.new for each in engine.running):
+        engine.turn()
+    engine._make_room(NoRoomError("no memory for a step"))
+    (suspended,) = engine.suspended
+
+    def broken(*of):
+        raise BimetalError("the GPU has no memory for a copy")
+
+    suspended.slot.state.load = broken
+    if not resets:
+        suspended.slot.reset = broken
+    engine.drain()
+    failed = next(reply for reply in replies if reply.sequence is suspended)
+    assert all(reply.ended for reply in replies)
+    assert "the GPU has no memory for a copy" in str(failed.error)
+    assert engine.suspended == []
+    again = drain(engine, [submit(engine, [5, 6, 7], max_tokens=12)])[0]
+    assert again.tokens == alone(model, [5, 6, 7], max_tokens=12).tokens
 
 
 def begun_alike(name, shared, count, lengths, ways, random):

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from common.errors import BimetalError, UsageError
 from common.expert_budget import RESERVE, expert_budget
 from common.expert_pack import ALIGNMENT, pack_source, write_pack
 from common.expert_profile import read_profile
+from common.expert_stream import ExpertStream
 from common.models import architecture
 from common.options import LoadOptions
 from common.reference import NumpyOps
@@ -129,6 +131,16 @@ def test_a_server_shows_what_experts_cost(folder):
     assert f'expert_evictions{{model_name="m"}} {stats.evictions}' in text
     with generate.load(folder, backend="numpy") as llm:
         assert llm.expert_stats is None
+
+
+def test_only_the_models_thread_has_its_experts_count(folder, monkeypatch):
+    """Any thread may read the figures while steps run, which a supply that counts late must not count twice."""
+    with generate.load(folder, backend="numpy", stream_experts=True, expert_cache="160KB") as llm:
+        reply = llm.generate("abc", max_tokens=9)
+        counted = []
+        monkeypatch.setattr(ExpertStream, "stats", lambda *_: counted.append(threading.current_thread()))
+        stats = llm.expert_stats
+    assert (counted, stats.tokens) == ([], reply.stats.experts.tokens)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tiny_chat import write as write_model
 import generate
 from common.call_grammar import call_rules, reply_grammar
 from common.errors import UsageError
-from common.guide import AfterReasoning
+from common.guide import AfterReasoning, spilling
 from common.tools import GLM, HERMES, QWEN_XML, find_syntax, read_call
 
 SCHEMA = {
@@ -162,7 +162,7 @@ def tokens_of(llm, text):
 
 def test_reasoning_is_closed_after_its_budget(nonsense):
     for is_open, prompt in ((True, "x"), (False, "x")):
-        guide = partial(AfterReasoning, nonsense.tokenizer, nonsense.vocab_size, TAGS, is_open, None, 5)
+        guide = partial(AfterReasoning, nonsense.tokenizer, nonsense.vocab_size, TAGS, is_open, None, 5, {})
         reply = nonsense.generate(prompt, guide=guide, temperature=0, max_tokens=40)
         free = nonsense.generate(prompt, temperature=0, max_tokens=40)
         if is_open:
@@ -173,7 +173,7 @@ def test_reasoning_is_closed_after_its_budget(nonsense):
 
 
 def test_a_reply_may_open_its_reasoning_itself(nonsense):
-    guide = AfterReasoning(nonsense.tokenizer, nonsense.vocab_size, TAGS, False, None, 2)
+    guide = AfterReasoning(nonsense.tokenizer, nonsense.vocab_size, TAGS, False, None, 2, {})
     for token in tokens_of(nonsense, "\n<think>ab"):
         assert guide.allowed() is None
         guide.accept(token)
@@ -187,7 +187,8 @@ def test_a_reply_may_open_its_reasoning_itself(nonsense):
 
 def test_a_grammar_begins_where_the_reasoning_ends(nonsense):
     only = Only(7, nonsense.vocab_size)
-    guide = AfterReasoning(nonsense.tokenizer, nonsense.vocab_size, TAGS, True, lambda: only, None)
+    spills = spilling(nonsense.tokenizer, TAGS[1])
+    guide = AfterReasoning(nonsense.tokenizer, nonsense.vocab_size, TAGS, True, lambda: only, None, spills)
     for token in tokens_of(nonsense, "so < it </thin and </think>"):
         mask = guide.allowed()
         assert mask[token]
@@ -199,11 +200,12 @@ def test_a_grammar_begins_where_the_reasoning_ends(nonsense):
 
 
 def test_no_token_closes_the_reasoning_and_begins_the_reply(demo):
-    guide = AfterReasoning(demo.tokenizer, demo.vocab_size, TAGS, True, lambda: Only(7, demo.vocab_size), None)
+    spills, inner = spilling(demo.tokenizer, TAGS[1]), partial(Only, 7, demo.vocab_size)
+    guide = AfterReasoning(demo.tokenizer, demo.vocab_size, TAGS, True, inner, None, spills)
     for token in tokens_of(demo, "so </think"):
         guide.accept(token)
     mask, texts = guide.allowed(), [demo.tokenizer.token_bytes(id) for id in range(demo.tokenizer.vocab_size)]
-    spilling = [id for id, text in enumerate(texts) if text.startswith(b">") and text[1:].strip()]
-    assert spilling
-    assert not mask[spilling].any()
+    begin = [id for id, text in enumerate(texts) if text.startswith(b">") and text[1:].strip()]
+    assert begin
+    assert not mask[begin].any()
     assert mask[demo.tokenizer.token_to_id(">")]

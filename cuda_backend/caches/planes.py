@@ -19,6 +19,7 @@ from cuda_backend.prototypes import PLANE
 HALF = "f16"  # the format of the backend's own rows
 TILE = 64  # positions that attention reads at a time
 PAGE = 256  # positions of a page: kernels/plane.cuh
+COPIED = 256 << 20  # bytes through which rows of the host are written
 MOST_PIECES = 512  # of a past that attention splits: kernels/pieces.cu combine
 
 
@@ -240,10 +241,14 @@ def read_rows(planes: Planes, stretches: Sequence[tuple[int, int]], stream: Stre
 
 
 def write_rows(planes: Planes, first: int, rows: Sequence[np.ndarray], stream: Stream) -> None:
-    """Write the result of `read_rows` to the positions from `first` on."""
+    """Write the result of `read_rows` to the positions from `first` on, through at most COPIED bytes at a time."""
+    most = max(1, COPIED // sum(plane.heads * plane.row_bytes for plane in planes))
+    for at in range(0, rows[0].shape[1], most):
+        _write_some(planes, first + at, [array[:, at : at + most] for array in rows], stream)
+
+
+def _write_some(planes: Planes, first: int, rows: Sequence[np.ndarray], stream: Stream) -> None:
     n = rows[0].shape[1]
-    if n == 0:
-        return
     dense = planes_at(0, planes, Places(n - 1, 1))
     aside = Memory(planes_bytes(dense), stream)
     dense = planes_at(aside.address, dense)

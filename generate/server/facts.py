@@ -3,11 +3,14 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from common.errors import BimetalError
 from common.grammar import Grammars
+from common.guide import spilling
+from common.reply import END_THINK
 from common.tokenizer import Tokenizer
 from generate.llm import LLM
 
@@ -48,6 +51,11 @@ class Facts:
     @property
     def thinks(self) -> bool:
         return "<think>" in self.template
+
+    @cached_property
+    def spills(self) -> dict[bytes, list[int]]:
+        """`spilling` of the tag that closes reasoning; found in the thread that prepares the first such request."""
+        return spilling(self.tokenizer, END_THINK)
 
     @property
     def takes_tools(self) -> bool:

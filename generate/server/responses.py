@@ -289,7 +289,7 @@ class Writer:
         yield self._event("response.output_item.done", output_index=item.index, item=done)
 
     def _finish(self, finish: Finish) -> bytes:
-        status, more = ended(self.head, finish)
+        status, more = ended(finish)
         if finish.reason == "length" and not self.head.capped:  # an agent can compact its conversation then
             what = {"code": "context_length_exceeded", "message": "the reply filled the context of the model"}
             status, more = "failed", {"error": what}
@@ -315,7 +315,7 @@ def status_of_last(finish: Finish) -> str:
     return "incomplete" if finish.reason == "length" else "completed"
 
 
-def ended(head: Head, finish: Finish) -> tuple[str, dict[str, Any]]:
+def ended(finish: Finish) -> tuple[str, dict[str, Any]]:
     """The status of a finished response, and the entries that it changes."""
     if finish.reason == "length":
         return "incomplete", {"incomplete_details": {"reason": "max_output_tokens"}}
@@ -380,7 +380,7 @@ def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
     parts = [part for part in reply.parts if isinstance(part, Call) or part.text]
     if lacks_message(reply):
         parts.append(Stretch("text"))
-    status, more = ended(head, reply.finish)
+    status, more = ended(reply.finish)
     items = [item_object(head, whole_item(head, part), "completed") for part in parts]
     if isinstance(parts[-1], Stretch):
         items[-1]["status"] = status_of_last(reply.finish)

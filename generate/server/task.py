@@ -108,7 +108,9 @@ def _guide(facts: Facts, task: Task, prompt: Prepared, inner: Callable[[], Guide
         return inner
     if not facts.thinks or (task.budget is None and inner is None):
         return inner
-    return partial(AfterReasoning, facts.tokenizer, facts.vocab, (THINK, END_THINK), is_open, inner, task.budget)
+    spills = {} if inner is None else facts.spills
+    tags = THINK, END_THINK
+    return partial(AfterReasoning, facts.tokenizer, facts.vocab, tags, is_open, inner, task.budget, spills)
 
 
 def events(llm: LLM, prompts: Sequence[Ready], task: Task) -> AsyncGenerator[tuple[int, Event], None]:

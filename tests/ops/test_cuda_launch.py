@@ -5,6 +5,8 @@ import re
 import numpy as np
 import pytest
 
+from common.errors import BimetalError
+
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend import fuse, mixture, rows  # noqa: E402
@@ -66,6 +68,27 @@ def test_fusions_name_ops_and_kernels():
         assert row.producer in names
         for file, name in re.findall(r"(\w+\.cu) (\w+)", row.kernel):
             assert name in prototypes((KERNELS / file).read_text()), row.kernel
+
+
+def test_a_step_is_captured_after_one_that_ran_to_its_end():
+    """A first step may lack memory for what it computes: a graph would then be the one that takes it."""
+    table, did = {}, []
+
+    def call():
+        did.append("called")
+        if len(did) < 3:
+            raise BimetalError("no memory is free")
+
+    def captured():
+        did.append("captured")
+        return Program([], None)
+
+    for _ in range(2):
+        with pytest.raises(BimetalError):
+            run_step(table, Shape(8), call, captured)
+    for _ in range(2):
+        run_step(table, Shape(8), call, captured)
+    assert did == [*["called"] * 3, "captured"]
 
 
 def test_segments_are_played_in_order():

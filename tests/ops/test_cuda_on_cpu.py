@@ -136,7 +136,7 @@ def test_sequences_of_a_pool(chosen):
 @pytest.mark.parametrize(
     "chosen",
     [
-        "taken or memory and not loaded or predicted",
+        "taken or cancelled or memory and not loaded or predicted",
         *(pytest.param(f"{name}] and (leaves or move)", marks=pytest.mark.slow) for name in ("qwen3", "qwen35", "glm")),
         pytest.param("laguna or run_out", marks=pytest.mark.slow),
         pytest.param("loaded or drafts", marks=pytest.mark.slow),

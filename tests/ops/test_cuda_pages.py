@@ -8,18 +8,23 @@ import tiny
 from test_cuda_pool import Beside, Ids
 
 import generate
+from common import slot
+from common.attention_scores import attention_to
 from common.engine import Engine
 from common.errors import BimetalError, NoRoomError
 from common.fit import layer_size, predict_run
 from common.models.drafts import load_pair
 from common.options import GenerationOptions
-from common.sequence import Call
+from common.scores import score
+from common.sequence import Call, Sequence
 from common.slot import Slot
 from common.step import MAX_DECODE_ROWS, Step
 from common.storage import KVSpec, LatentSpec
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
+from cuda_backend import memory  # noqa: E402
+from cuda_backend.caches import planes  # noqa: E402
 from cuda_backend.caches.pages import page_count, pages_of  # noqa: E402
 from cuda_backend.caches.planes import PAGE  # noqa: E402
 from cuda_backend.memory import copy_in  # noqa: E402
@@ -160,6 +165,28 @@ def test_states_move_between_pages(model):
     beside.check_states()
 
 
+def test_a_long_state_moves_in_little_memory(ops, monkeypatch):
+    """What is copied to the host and back takes memory beside the pages: for a part of the state at a time."""
+    model, random = tiny.load("qwen3", ops), np.random.default_rng(1)
+    pool = ops.new_pool(model.state_spec, 2, 2000, 2000)
+    held = Slot(model, 2000, pool)
+    grow(held.state, 1900)
+    before = {name: random.integers(0, 255, array.shape, np.uint8) for name, array in held.state.save().items()}
+    held.state.load(before, 1900)
+    monkeypatch.setattr(slot, "MOVED", PAGE)
+    monkeypatch.setattr(planes, "COPIED", pool.pages.block)
+    memory.give_back()
+    memory.limit(cupy.get_default_memory_pool().total_bytes() + 2 * pool.pages.block)
+    try:
+        held.suspend()
+        assert pool.pages.held == [0, 0]
+        held.resume()
+    finally:
+        memory.limit(0)
+    after = held.state.save()
+    assert all(np.array_equal(after[name], array) for name, array in before.items())
+
+
 @pytest.mark.parametrize("parallel", [2, 3])
 def test_replies_when_pages_run_out(ops, parallel, monkeypatch):
     """Sequences in too few pages move to the host and back, each with the tokens of running alone."""
@@ -189,6 +216,42 @@ def test_replies_when_pages_run_out(ops, parallel, monkeypatch):
     for _ in range(2):  # prompts wait where a step before them compiles kernels: replies may not meet at first
         assert replies(parallel, 0) == alone
     assert moved
+
+
+def test_a_cancelled_prompt_gives_its_pages_back(ops, monkeypatch):
+    """Of its first step, which had begun: the next prompt finds them in an idle slot that holds no token."""
+    monkeypatch.setattr("common.models.DIVIDED_ROWS", 150)
+    engine, ends = Engine(tiny.load("qwen3", ops), Ids(), 500, 2, tokens=0), []
+
+    def submit(prompt: list[int]) -> Sequence:
+        how = GenerationOptions(max_tokens=5)
+        return engine.submit(Call(prompt, how, lambda piece: None, ends.append, threading.Event()))
+
+    submit([7, 8])
+    cancelled = submit([i % 90 for i in range(400)])
+    while cancelled.parts is None:
+        engine.turn()
+    cancelled.call.cancel.set()
+    engine.drain()
+    assert engine.memory.pool.pages.held[cancelled.slot.state.slot] == 2
+    last = submit([i % 80 for i in range(400)])
+    engine.drain()
+    assert ends == [None] * 3
+    assert (last.new, last.slot is cancelled.slot) == (5, False)
+
+
+def test_scores_take_memory_for_their_tokens_alone(ops):
+    """Beside slots that have taken nearly all of it, for a whole context."""
+    model, ids = tiny.load("qwen3", ops), tiny.golden("qwen3")["ids"][:40].tolist()
+    expected = score(model, ids, 20_000, 0), attention_to(model, ids, 8, 20_000)  # takes what steps compute
+    memory.give_back()
+    memory.limit(cupy.get_default_memory_pool().total_bytes() + (1 << 20))
+    try:
+        found = score(model, ids, 20_000, 0), attention_to(model, ids, 8, 20_000)
+    finally:
+        memory.limit(0)
+    assert found[0] == expected[0]
+    assert np.array_equal(found[1], expected[1])
 
 
 def test_drafts_of_replies_share_pages(ops):

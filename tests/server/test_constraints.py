@@ -1,12 +1,15 @@
 """Constrained replies through every dialect, over a model with random weights: they parse, whatever it would write."""
 
 import json
+import threading
+from collections import Counter
 
 import pytest
 from conftest import client_of
 from tiny_chat import write as write_model
 
 import generate
+from common.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance", reason="the grammar extra is not installed")
 
@@ -195,3 +198,18 @@ def test_a_template_without_tools_calls_as_they_are_spelled_out(client):
     function = choice["message"]["tool_calls"][0]["function"]
     assert function["name"] in [tool["function"]["name"] for tool in OPENAI]
     assert isinstance(json.loads(function["arguments"]), dict)
+
+
+def test_the_models_thread_does_not_read_the_vocabulary(model, nonsense, monkeypatch):
+    """All replies would wait for it: half a second with 150,000 tokens."""
+    read, threads = Tokenizer.token_bytes, Counter()
+
+    def counted(self, id):
+        threads[threading.current_thread().name] += 1
+        return read(self, id)
+
+    monkeypatch.setattr(Tokenizer, "token_bytes", counted)
+    form = {"type": "json_object", "schema": SCHEMA}
+    chat(nonsense, response_format=form, chat_template_kwargs={"enable_thinking": True}, max_tokens=20)
+    (own,) = [count for name, count in threads.items() if name == f"bimetal {model.path.name}"]
+    assert own < model.tokenizer.vocab_size
