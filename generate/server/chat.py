@@ -117,10 +117,13 @@ def refuse_grammars(fields: Fields) -> None:
 def _refuse_unsupported(fields: Fields) -> None:
     """Refuse what would be wrong to ignore."""
     refuse_grammars(fields)
-    if fields.has("audio") or (fields.has("modalities") and fields.values["modalities"] != ["text"]):
+    if fields.has("modalities") and fields.values["modalities"] != ["text"]:
         raise fields.refuse("modalities", "only text is supported")
-    if fields.flag("continue_final_message") or fields.flag("add_generation_prompt") is False:
-        name = "continue_final_message" if fields.has("continue_final_message") else "add_generation_prompt"
+    if fields.has("audio"):
+        raise fields.refuse("audio", "only text is supported")
+    continues = fields.flag("continue_final_message")
+    if continues or fields.flag("add_generation_prompt") is False:
+        name = "continue_final_message" if continues else "add_generation_prompt"
         raise fields.refuse(
             name, "a reply is always a new message; /apply-template and Completions can go on from text"
         )

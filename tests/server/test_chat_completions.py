@@ -243,6 +243,8 @@ def test_whole_numbers_may_be_written_as_floats(scripted):
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"stream": "yes"}, "stream"),
         ({"modalities": ["audio"]}, "modalities"),
+        ({"audio": {"voice": "a"}}, "audio"),
+        ({"continue_final_message": False, "add_generation_prompt": False}, "add_generation_prompt"),
         ({"tool_choice": "any"}, "tool_choice"),
     ],
 )
