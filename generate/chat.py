@@ -97,9 +97,12 @@ class Chat:
                 print("Ctrl-C again, Ctrl-D or /quit leaves" if interrupts else "")
             except KeyboardInterrupt:  # before a reply began
                 print("cancelled", file=sys.stderr)
-            except (BimetalError, OSError) as error:
-                words = of_system(error) if isinstance(error, OSError) else str(error)
-                print(f"error: {printable(words)}", file=sys.stderr)
+            except BimetalError as error:
+                print(f"error: {printable(str(error))}", file=sys.stderr)
+            except OSError as error:
+                if error.filename is None:  # of stdin or stdout themselves, which stay as they are
+                    raise
+                print(f"error: {printable(of_system(error))}", file=sys.stderr)
 
     def _read(self) -> str | None:
         """The next message or command; None at the end of input. Raises Interrupted on Ctrl-C."""
