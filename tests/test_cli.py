@@ -659,14 +659,14 @@ def test_closed_streams(closed, code, said, folder):
 def test_a_full_disk_for_the_output(flags, buffered):
     """Help was lost in silence, and other output was complained about by the interpreter at its end."""
     done = shell(f"generate {flags} > /dev/full", PYTHONUNBUFFERED=buffered)
-    assert (done.returncode, done.stderr) == (1, b"error: system: No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, b"error: stdout: No space left on device\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_chat_ends_where_its_output_cannot_be_written(folder):
     """The error of the output was taken for that of a command, for ever."""
     done = shell(f"yes hello | generate -m {folder} --backend numpy --chat -n 4 2>&1 > /dev/full | head -n 3")
-    assert done.stdout == b"error: system: No space left on device\n"
+    assert done.stdout == b"error: stdout: No space left on device\n"
 
 
 def test_a_closed_stdin_is_no_prompt(folder):
