@@ -201,13 +201,23 @@ class Chat:
         check_regular(path)
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
-            system, messages = saved["system"], saved["messages"]
-            history = [{key: _text(m[key]) for key in KEPT if key in m or key != "reasoning_content"} for m in messages]
+            system, messages = _entry(saved, "system"), _entry(saved, "messages")
+            if not isinstance(messages, list):
+                raise TypeError(f"{shown(messages)} is no list")
+            history = [
+                {key: _text(_entry(m, key)) for key in KEPT if key != "reasoning_content" or key in m} for m in messages
+            ]
             system = None if system is None else _text(system)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise BimetalError(f"{path} is not a conversation that /save wrote: {error}") from None
         self.system, self.history = system, history
         print(f"loaded {counted(len(history), 'message')} from {path}")
+
+
+def _entry(value: Any, key: str) -> Any:
+    if not isinstance(value, dict) or key not in value:
+        raise TypeError(f"{shown(value)} has no {key}")
+    return value[key]
 
 
 def _text(value: Any) -> str:

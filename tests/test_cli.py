@@ -467,6 +467,24 @@ def test_chat_errors_do_not_end_the_chat(run, tmp_path):
     assert "decode 3 tokens" in out
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"a": 1}', "{'a': 1} has no system"),
+        ('[{"role": "user"}]', "[{'role': 'user'}] has no system"),
+        ('{"system": null, "messages": {}}', "{} is no list"),
+        ('{"system": null, "messages": ["x"]}', "'x' has no role"),
+        ('{"system": null, "messages": [{"role": "user"}]}', "{'role': 'user'} has no content"),
+    ],
+)
+def test_files_that_hold_no_conversation(text, says, run, tmp_path):
+    """What was said came from Python: 'list indices must be integers or slices, not str', or 'system' alone."""
+    file = tmp_path / "talk.json"
+    file.write_text(text)
+    err = run("--chat", stdin=f"/load {file}\n")[2]
+    assert err == f"error: {file} is not a conversation that /save wrote: {says}\n"
+
+
 def test_commands_of_a_chat_that_cannot_be(run, tmp_path):
     broken = {
         "system.json": '{"system": 5, "messages": []}',
