@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from common.amounts import shown_size
-from common.errors import BimetalError
+from common.errors import BimetalError, UsageError
 from common.files import rewriting
 from common.ops import Array, Ops
 from common.safetensors import read_safetensors
@@ -98,7 +98,7 @@ def cut_windows(ids: Sequence[int], size: int, bos: int | None = None) -> np.nda
     bos  begins the text, and replaces the first token of every window
     """
     if size < MIN_WINDOW:
-        raise BimetalError(f"a window of {size} tokens is too short to score half of it; it needs {MIN_WINDOW}")
+        raise UsageError(f"a window of {size} tokens is too short to score half of it; it needs {MIN_WINDOW}")
     ids = list(ids) if bos is None else [bos, *ids]
     if len(ids) < size:
         raise BimetalError(

@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from common.errors import BimetalError, UsageError, of_system
+from common.files import FULL
 from common.terminal import Printable, printable
 from generate import machines
 from generate.bench_options import (
@@ -77,6 +78,8 @@ def main(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
+        if error.filename is None and error.errno in FULL:  # of files `naming` gives the name
+            error.filename = "stdout"
         return _fail(of_system(error), 1)
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from common.errors import UsageError
-from common.files import check_folder
+from common.files import check_folder, naming
 from generate.backends import backend_package, placement_of
 from generate.bench_options import LocalBench
 from generate.caches import named
@@ -98,7 +98,7 @@ def check_log(path: Path) -> None:
 def log(path: Path, rows: list[dict]) -> None:
     """Append rows to the TSV at `path`, with a header line if it is empty."""
     new = not path.exists() or not path.stat().st_size
-    with path.open("a", newline="") as file:
+    with naming(path), path.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="", delimiter="\t", lineterminator="\n")
         if new:
             writer.writeheader()

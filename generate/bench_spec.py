@@ -127,7 +127,8 @@ def read_prompts(file: str, most: int) -> list[str]:
     try:
         lines = Path(file).read_text(encoding="utf-8").split("\n")  # a text may have other line ends in it
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} cannot be read as a prompt file: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 at byte {error.start}"
+        raise UsageError(f"{file} cannot be read as a prompt file: {why}") from None
     prompts = []
     for number, line in enumerate(filter(str.strip, lines), 1):
         try:

@@ -97,9 +97,12 @@ class Chat:
                 print("Ctrl-C again, Ctrl-D or /quit leaves" if interrupts else "")
             except KeyboardInterrupt:  # before a reply began
                 print("cancelled", file=sys.stderr)
-            except (BimetalError, OSError) as error:
-                words = of_system(error) if isinstance(error, OSError) else str(error)
-                print(f"error: {printable(words)}", file=sys.stderr)
+            except BimetalError as error:
+                print(f"error: {printable(str(error))}", file=sys.stderr)
+            except OSError as error:
+                if error.filename is None:  # of stdin or stdout themselves, which stay as they are
+                    raise
+                print(f"error: {printable(of_system(error))}", file=sys.stderr)
 
     def _read(self) -> str | None:
         """The next message or command; None at the end of input. Raises Interrupted on Ctrl-C."""
@@ -198,13 +201,23 @@ class Chat:
         check_regular(path)
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
-            system, messages = saved["system"], saved["messages"]
-            history = [{key: _text(m[key]) for key in KEPT if key in m or key != "reasoning_content"} for m in messages]
+            system, messages = _entry(saved, "system"), _entry(saved, "messages")
+            if not isinstance(messages, list):
+                raise TypeError(f"{shown(messages)} is no list")
+            history = [
+                {key: _text(_entry(m, key)) for key in KEPT if key != "reasoning_content" or key in m} for m in messages
+            ]
             system = None if system is None else _text(system)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise BimetalError(f"{path} is not a conversation that /save wrote: {error}") from None
         self.system, self.history = system, history
         print(f"loaded {counted(len(history), 'message')} from {path}")
+
+
+def _entry(value: Any, key: str) -> Any:
+    if not isinstance(value, dict) or key not in value:
+        raise TypeError(f"{shown(value)} has no {key}")
+    return value[key]
 
 
 def _text(value: Any) -> str:

@@ -20,9 +20,15 @@ def serve(p: Parser) -> None:
     s.add_argument("--api-key-file", metavar="FILE", help="keys, one per line; BIMETAL_API_KEY holds one too")
     flags.parallel(s)
     s.add_argument("--insecure", action="store_true", help="listen beyond this machine without a key")
-    s.add_argument("--allow-host", action="append", metavar="NAME", help="serve this host name too; repeatable")
     s.add_argument(
-        "--cors-origin", action="append", metavar="URL", help="origin whose pages may call; * is any; repeatable"
+        "--allow-host", action="append", type=values.host, metavar="NAME", help="serve this host name too; repeatable"
+    )
+    s.add_argument(
+        "--cors-origin",
+        action="append",
+        type=values.origin,
+        metavar="URL",
+        help="origin whose pages may call; * is any; repeatable",
     )
     s.add_argument(
         "--max-queue",

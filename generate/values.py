@@ -2,11 +2,13 @@
 
 import argparse
 import os
+import re
 from itertools import pairwise
 from urllib.parse import urlsplit
 
 from common.options import MOST_DRAFTED, MOST_TOKENS
 
+HOST, ORIGIN = re.compile(r"[\w.-]+", re.ASCII), re.compile(r"[a-z][a-z0-9+.-]*://[\w.:\[\]-]+", re.ASCII)
 DIGITS = 30  # of a whole number; Python refuses to read thousands
 
 
@@ -136,3 +138,18 @@ def key(text: str) -> str:
     if not text or not text.isascii() or not text.isprintable() or " " in text:
         raise argparse.ArgumentTypeError("a key has characters other than printable ASCII without spaces, or is empty")
     return text
+
+
+def host(text: str) -> str:
+    """The name of a host, as a Host header has it before the port."""
+    if not HOST.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} must be a name such as my.example, without scheme and port")
+    return text
+
+
+def origin(text: str) -> str:
+    """An origin as browsers send it: in lower case, without a path."""
+    found = text.lower().rstrip("/")
+    if found not in ("*", "null") and not ORIGIN.fullmatch(found):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} must be *, null, or such as https://my.example, without a path")
+    return found

@@ -8,6 +8,7 @@ import pytest
 import tiny_chat
 import tiny_draft
 
+from common.errors import UsageError
 from generate import bench_spec, synthetic, synthetic_draft
 from generate.__main__ import main
 
@@ -144,6 +145,16 @@ def test_line_ends_within_a_prompt(tmp_path):
     text = "\r\n".join(json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts)
     file.write_text(text, encoding="utf-8", newline="")
     assert bench_spec.read_prompts(str(file), 9) == prompts
+
+
+def test_prompt_files_that_cannot_be_read(tmp_path):
+    """The system's error repeated the name, beside its number."""
+    file = tmp_path / "prompts.jsonl"
+    with pytest.raises(UsageError, match=r"jsonl cannot be read as a prompt file: No such file or directory$"):
+        bench_spec.read_prompts(str(file), 9)
+    file.write_bytes(b"{}\n\xff")
+    with pytest.raises(UsageError, match=r"jsonl cannot be read as a prompt file: it is not UTF-8 at byte 3$"):
+        bench_spec.read_prompts(str(file), 9)
 
 
 def test_a_synthetic_pair(monkeypatch, capsys):

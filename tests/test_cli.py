@@ -467,6 +467,24 @@ def test_chat_errors_do_not_end_the_chat(run, tmp_path):
     assert "decode 3 tokens" in out
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"a": 1}', "{'a': 1} has no system"),
+        ('[{"role": "user"}]', "[{'role': 'user'}] has no system"),
+        ('{"system": null, "messages": {}}', "{} is no list"),
+        ('{"system": null, "messages": ["x"]}', "'x' has no role"),
+        ('{"system": null, "messages": [{"role": "user"}]}', "{'role': 'user'} has no content"),
+    ],
+)
+def test_files_that_hold_no_conversation(text, says, run, tmp_path):
+    """What was said came from Python: 'list indices must be integers or slices, not str', or 'system' alone."""
+    file = tmp_path / "talk.json"
+    file.write_text(text)
+    err = run("--chat", stdin=f"/load {file}\n")[2]
+    assert err == f"error: {file} is not a conversation that /save wrote: {says}\n"
+
+
 def test_commands_of_a_chat_that_cannot_be(run, tmp_path):
     broken = {
         "system.json": '{"system": 5, "messages": []}',
@@ -659,7 +677,14 @@ def test_closed_streams(closed, code, said, folder):
 def test_a_full_disk_for_the_output(flags, buffered):
     """Help was lost in silence, and other output was complained about by the interpreter at its end."""
     done = shell(f"generate {flags} > /dev/full", PYTHONUNBUFFERED=buffered)
-    assert (done.returncode, done.stderr) == (1, b"error: system: No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, b"error: stdout: No space left on device\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_chat_ends_where_its_output_cannot_be_written(folder):
+    """The error of the output was taken for that of a command, for ever."""
+    done = shell(f"yes hello | generate -m {folder} --backend numpy --chat -n 4 2>&1 > /dev/full | head -n 3")
+    assert done.stdout == b"error: stdout: No space left on device\n"
 
 
 def test_a_closed_stdin_is_no_prompt(folder):

@@ -13,6 +13,7 @@ from tiny_chat import write
 
 from common.errors import UsageError
 from common.files import check_output, rewrite, rewriting
+from generate import bench_log
 from generate.__main__ import main
 
 
@@ -119,6 +120,12 @@ def test_a_full_disk_names_the_result(command, tmp_path, monkeypatch, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     name = next(word for word in command if word.startswith("out"))
     assert capsys.readouterr().err == f"error: {name}: {os.strerror(errno.EFBIG)}\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_names_the_log():
+    with pytest.raises(OSError, match="/dev/full"):
+        bench_log.log(Path("/dev/full"), [])
 
 
 def read_only(*_, **__):

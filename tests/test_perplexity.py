@@ -295,6 +295,7 @@ def test_what_cannot_be_compared_or_read(run, folder, text, tmp_path):
         (2, [folder], "the following arguments are required: --text"),
         (2, [folder, *words, "--reference", folder, "--reference-file", str(kept)], "not allowed with argument"),
         (2, [folder, "--text", text, "--ctx-window", "512"], "--ctx-window is 512, and the model was trained for 256"),
+        (2, [folder, "--text", text, "--ctx-window", "3"], "a window of 3 tokens is too short"),
         (1, [folder, "--text", str(tmp_path / "absent")], "No such file"),
         (1, [folder, "--text", str(binary)], "is not UTF-8: invalid start byte at byte 2"),
         (1, [folder, "--text", text, "--ctx-window", "200"], "the text has 159 tokens, and one window takes 200"),

@@ -117,10 +117,18 @@ def refuse_grammars(fields: Fields) -> None:
 def _refuse_unsupported(fields: Fields) -> None:
     """Refuse what would be wrong to ignore."""
     refuse_grammars(fields)
-    if fields.has("audio") or (fields.has("modalities") and fields.values["modalities"] != ["text"]):
+    if fields.has("modalities") and fields.values["modalities"] != ["text"]:
         raise fields.refuse("modalities", "only text is supported")
-    if fields.flag("continue_final_message") or fields.flag("add_generation_prompt") is False:
-        name = "continue_final_message" if fields.has("continue_final_message") else "add_generation_prompt"
+    if fields.has("audio"):
+        raise fields.refuse("audio", "only text is supported")
+    for key in ("functions", "function_call"):
+        if fields.has(key) and fields.values[key] not in ([], "none", "auto"):
+            raise fields.refuse(key, "it is not supported; give functions as tools, and choose by tool_choice")
+    if fields.has("web_search_options"):
+        raise fields.refuse("web_search_options", "it is not supported; leave it out")
+    continues = fields.flag("continue_final_message")
+    if continues or fields.flag("add_generation_prompt") is False:
+        name = "continue_final_message" if continues else "add_generation_prompt"
         raise fields.refuse(
             name, "a reply is always a new message; /apply-template and Completions can go on from text"
         )

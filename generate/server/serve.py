@@ -93,8 +93,7 @@ def policy_of(args: argparse.Namespace) -> Policy:
             "--insecure to serve anybody"
         )
     hosts = [host_name(host) for host in args.allow_host or ()]
-    origins = [origin.lower().rstrip("/") for origin in args.cors_origin or ()]  # as browsers send them
-    return Policy(keys, hosts, origins)
+    return Policy(keys, hosts, args.cors_origin or ())
 
 
 def compression_of(args: argparse.Namespace) -> Compression | None:

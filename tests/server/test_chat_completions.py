@@ -243,6 +243,11 @@ def test_whole_numbers_may_be_written_as_floats(scripted):
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"stream": "yes"}, "stream"),
         ({"modalities": ["audio"]}, "modalities"),
+        ({"audio": {"voice": "a"}}, "audio"),
+        ({"functions": [{"name": "weather"}]}, "functions"),
+        ({"function_call": {"name": "weather"}}, "function_call"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"continue_final_message": False, "add_generation_prompt": False}, "add_generation_prompt"),
         ({"tool_choice": "any"}, "tool_choice"),
     ],
 )
@@ -264,6 +269,7 @@ def test_what_asks_for_nothing_is_ignored(scripted, stream):
     """Fields of other servers, at values by which they do nothing, and fields that nobody knows."""
     neutral = {"xtc_probability": 0, "dry_multiplier": 0.0, "ignore_eos": False, "typical_p": 1.0, "top_n_sigma": -1}
     unknown = {"verbosity": "low", "safety_identifier": "a", "prediction": {"type": "content"}, "service_tier": "auto"}
+    neutral |= {"functions": [], "function_call": "auto"}
     grammars = {"grammar": "", "json_schema": {}, "guided_json": "", "guided_regex": "", "guided_choice": []}
     neutral |= grammars | {"guided_grammar": None, "structured_outputs": {}}
     assert ask(scripted, stream=stream, **neutral, **unknown).status_code == 200

@@ -26,6 +26,7 @@ from serving import serving
 from tiny_chat import write as write_model
 
 import generate
+from common.errors import UsageError
 from generate.cli import parse
 
 USER = {"messages": [{"role": "user", "content": "Hello?"}]}
@@ -182,9 +183,32 @@ def test_hosts_and_origins_are_compared_as_clients_send_them(scripted):
     assert client.get("/health", headers={**headers, "origin": "https://other.example"}).status_code == 403
 
 
+@pytest.mark.parametrize(
+    ("flag", "text"),
+    [
+        *(("--allow-host", text) for text in ("", "my.host:8080", "http://my.host", "a b", "m\xfcller.example")),
+        *(
+            ("--cors-origin", text)
+            for text in ("", "page.example", "https://page.example/chat", "https://", "https://*x")
+        ),
+    ],
+)
+def test_hosts_and_origins_that_no_client_sends_are_refused(flag, text):
+    with pytest.raises(UsageError, match=f"argument {flag}: .* must be "):
+        parse(["serve", f"{flag}={text}"])
+    for origin in (
+        "*",
+        "null",
+        "http://localhost:3000",
+        "http://[::1]:3000",
+        "app://obsidian.md",
+        "vscode-webview://a-1",
+    ):
+        assert parse(["serve", "--cors-origin", origin]).cors_origin == [origin]
+
+
 def test_listening_beyond_this_machine_needs_a_key(monkeypatch):
     pytest.importorskip("uvicorn", reason="the server extra is not installed")
-    from common.errors import UsageError
     from generate.server.serve import policy_of
 
     monkeypatch.delenv("BIMETAL_API_KEY", raising=False)
@@ -703,7 +727,6 @@ def test_what_cannot_be_served_ends_with_a_sentence(tmp_path, capsys):
 def test_as_many_requests_wait_as_the_flag_says(monkeypatch):
     """The model's own queue has room for them, also in a replica."""
     pytest.importorskip("uvicorn", reason="the server extra is not installed")
-    from common.errors import UsageError
     from generate.__main__ import main
 
     queues = []
