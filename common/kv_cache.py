@@ -176,7 +176,7 @@ def described(spec: Sequence[LayerSpec]) -> list[str]:
 
 
 def _described_spec(s: RowSpec) -> str:
-    parts = [f"{name} {plane.format}{_turned(plane)}" for name, plane in zip(s.plane_names, s.planes, strict=False)]
+    parts = [f"{name} {plane.format}{_rotations(plane)}" for name, plane in zip(s.plane_names, s.planes, strict=False)]
     if s.packing.keeps_exact:
         parts.append(f"first {s.packing.first} and latest {s.packing.recent} tokens exact")
         parts.append("keys equalised" if s.packing.calibration else "keys as they are")
@@ -185,7 +185,7 @@ def _described_spec(s: RowSpec) -> str:
     return ", ".join(parts)
 
 
-def _turned(plane: Plane) -> str:
+def _rotations(plane: Plane) -> str:
     """Describe the rotation of a plane; its groups where they are smaller than a head and than the usual 128."""
     group = group_of(plane.dim)
     if not plane.rotated:

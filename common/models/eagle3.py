@@ -105,7 +105,7 @@ class Eagle3Pair(ChainPair):
         of_embedding = ops.linear(embedded, getattr(w, f"{name}_embed"))
         return ops.add(of_embedding, ops.linear(hidden, getattr(w, f"{name}_hidden")))
 
-    def _turned(self, x: Array, name: str, step: Step) -> Array:
+    def _with_rope(self, x: Array, name: str, step: Step) -> Array:
         """Rope of x (T, heads, D), after the norm `name` where the draft has one."""
         c, ops = self.draft, self.ops
         if not c.norms_heads:
@@ -115,7 +115,7 @@ class Eagle3Pair(ChainPair):
     def _keys_values(self, step: Step, embedded: Array, hidden: Array) -> tuple[Array, Array]:
         T, K, D = embedded.shape[0], self.draft.kv_heads, self.draft.head_dim
         kv = self._both("kv", embedded, hidden)
-        return self._turned(kv[:, : K * D].reshape(T, K, D), "k_norm", step), kv[:, K * D :].reshape(T, K, D)
+        return self._with_rope(kv[:, : K * D].reshape(T, K, D), "k_norm", step), kv[:, K * D :].reshape(T, K, D)
 
     # -- drafting ------------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Eagle3Pair(ChainPair):
         c, ops, w = self.draft, self.ops, self.draft_weights.layers[0]
         T, H, D = hidden.shape[0], c.heads, c.head_dim
         embedded, (before, normed) = self._embedded(step), self._hidden(state, step, hidden)
-        q = self._turned(self._both("q", embedded, normed).reshape(T, H, D), "q_norm", step)
+        q = self._with_rope(self._both("q", embedded, normed).reshape(T, H, D), "q_norm", step)
         k, v = self._keys_values(step, embedded, normed)
         o = ops.attention(q, k, v, self._state(state).kv, step, scale=D**-0.5, window=c.window)
         x = ops.add(normed if c.norms_residual else before, ops.linear(o.reshape(T, H * D), w.o))
