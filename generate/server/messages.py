@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from common.amounts import counted
 from common.rules import whole
 from generate.server.constraints import anthropic_choice, budget_of, grammar_of, openai_format
 from generate.server.conversation import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, Message, arrange, function_tool
-from generate.server.errors import envelope
+from generate.server.errors import ApiError, envelope
 from generate.server.events import (
     Call,
     CallArguments,
@@ -58,6 +59,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
 def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
     """Parse a request; also whether its client reads the thinking. `max_tokens` may be absent."""
     fields.text("model")
+    _refuse_unsupported(fields)
     options = sampling(fields) | stops(fields, "stop_sequences")
     fields.option(options, "max_tokens")
     tools = [
@@ -81,6 +83,16 @@ def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
         budget=budget,
     )
     return task, thoughts
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    """Refuse what would be wrong to ignore."""
+    if servers := fields.take("mcp_servers", LIST):  # whose entries hold keys, which no message repeats
+        held = counted(len(servers), "entry", "entries")
+        words = "MCP servers are called by the client only; give their functions as tools"
+        raise ApiError(400, f"mcp_servers has {held}; {words}", param="mcp_servers")
+    if fields.has("container") and fields.values["container"] not in ("", {}):
+        raise fields.refuse("container", "no code is run here; leave it out")
 
 
 def _thinking(fields: Fields, facts: Facts) -> tuple[dict[str, Any], bool]:

@@ -155,6 +155,26 @@ def test_wrong_fields_are_refused_in_the_dialects_envelope(scripted, fields):
     assert body["request_id"] == response.headers["request-id"]
 
 
+@pytest.mark.parametrize("path", [URL, f"{URL}/count_tokens"])
+def test_what_only_anthropics_servers_run_is_refused(scripted, path):
+    """A reply without the tools of a server, or the files of a container, would answer another question."""
+
+    def said(**fields):
+        response = scripted.post(path, json={"model": "any", "max_tokens": 9, "messages": USER, **fields})
+        return response.status_code, response.json().get("error", {}).get("message", "")
+
+    server = {"authorization_token": "sk-secret", "type": "url", "url": "https://example.com", "name": "files"}
+    status, message = said(mcp_servers=[server])
+    assert (status, message.partition(";")[0]) == (400, "mcp_servers has 1 entry")
+    assert "secret" not in message
+    assert said(mcp_servers=5) == (400, "mcp_servers is 5; it must be a list")
+    for container in ("container_1", {"id": "container_1"}, {"skills": [{"skill_id": "pdf"}]}):
+        status, message = said(container=container)
+        assert (status, message) == (400, f"container is {container!r}; no code is run here; leave it out")
+    for nothing in ({"mcp_servers": []}, {"mcp_servers": None, "container": None}, {"container": {}}):
+        assert said(**nothing)[0] == 200
+
+
 def test_an_error_within_a_stream_is_an_event(scripted):
     scripted.llm.error = RuntimeError("secret")
     response = ask(scripted, stream=True)
