@@ -281,6 +281,13 @@ def test_wrong_fields_are_refused_by_name(scripted, fields, param):
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
+def test_max_tool_calls_limits_no_function(scripted):
+    """OpenAI counts the calls of tools that its own servers run by it, and none of a client's functions."""
+    scripted.llm.text = 2 * CALL.replace("NAME", "add")
+    response = ask(scripted, tools=[ADD, {"type": "web_search"}], max_tool_calls=1)
+    assert [item["type"] for item in response.json()["output"]] == ["function_call"] * 2
+
+
 def test_the_sdk_reads_replies_and_streams(scripted):
     openai = pytest.importorskip("openai")
     sdk = openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=scripted, max_retries=0)
