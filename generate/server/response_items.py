@@ -20,6 +20,24 @@ from generate.server.fields import TEXT, Fields
 CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 OUTPUT = {"input_text": "text", "output_text": "text", "text": "text"}
 REASONING = {"summary_text": "text", "reasoning_text": "text", "text": "text"}
+READ = (
+    "message",
+    "reasoning",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+)
+# Items of a conversation that hold nothing a model could read here: calls of tools that are left out of a request, what
+# only OpenAI's servers can decrypt, and a client's own notes.
+LEFT_OUT = {
+    *("additional_tools", "agent_message", "configuration_update", "ghost_snapshot", "other"),
+    *("compaction", "compaction_summary", "context_compaction"),
+    *("tool_search_call", "tool_search_output"),
+    *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+    *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
+    *(f"{tool}_call{end}" for tool in ("computer", "local_shell", "shell", "apply_patch") for end in ("", "_output")),
+}
 
 
 @dataclass(frozen=True)
@@ -113,6 +131,8 @@ def _message(item: Fields, kind: str) -> Message | None:
         return {"role": "tool", "tool_call_id": item.text("call_id", ""), "content": content or ""}
     if kind == "item_reference":
         raise ApiError(400, f"{item.name('type')} is item_reference, which is not supported; send the item itself")
+    if kind not in LEFT_OUT:
+        raise item.refuse("type", f"supported are {', '.join(READ)}")
     return None
 
 

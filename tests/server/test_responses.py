@@ -9,6 +9,7 @@ from wires import named
 URL = "/v1/responses"
 CALL = '<tool_call>\n{"name": "NAME", "arguments": {"a": 1}}\n</tool_call>'
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
+USER = [{"role": "user", "content": "Hello?"}]
 
 
 def ask(client, **fields):
@@ -279,6 +280,26 @@ def test_a_reply_that_was_cut(scripted, fields, status, event):
 def test_wrong_fields_are_refused_by_name(scripted, fields, param):
     response = ask(scripted, **fields)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_items_of_an_unknown_type_are_refused(scripted):
+    for items, at in (([{"type": "foo"}], 0), ([USER[0], {"type": "compaction_trigger"}], 1)):
+        response = ask(scripted, input=items)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, f"input[{at}].type")
+        assert error["message"] == (
+            f"input[{at}].type is {items[at]['type']!r}; supported are message, reasoning, function_call, "
+            "function_call_output, custom_tool_call, custom_tool_call_output"
+        )
+
+
+def test_items_that_only_other_servers_read_are_left_out(scripted):
+    """A conversation that was begun at OpenAI goes on here: what its servers ran or encrypted is in it."""
+    ask(scripted, input=USER)
+    kinds = ("web_search_call", "local_shell_call", "mcp_call", "compaction", "ghost_snapshot", "tool_search_output")
+    items = [{"type": kind, "id": "x", "encrypted_content": "x", "status": "completed"} for kind in kinds]
+    assert ask(scripted, input=[*items, *USER]).status_code == 200
+    assert scripted.llm.prompts[-1] == scripted.llm.prompts[-2]
 
 
 def test_max_tool_calls_limits_no_function(scripted):
