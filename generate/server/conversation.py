@@ -10,7 +10,7 @@ from typing import Any
 from common.rules import FLAG
 from generate.server.errors import ApiError
 from generate.server.facts import Facts
-from generate.server.fields import LIST, TEXT, Fields
+from generate.server.fields import LIST, TEXT, TEXT_OR_LIST, Fields
 
 MOST_MESSAGES = 4096
 MOST_PARTS = 4096
@@ -29,7 +29,7 @@ def text_of(fields: Fields, key: str, kinds: Mapping[str, str]) -> str | None:
     if value is None or isinstance(value, str):
         return value
     texts = []
-    for part in fields.objects(key, MOST_PARTS):
+    for part in fields.objects(key, MOST_PARTS, TEXT_OR_LIST):
         kind = part.text("type", "text")
         if kind not in kinds:
             taken = f"{part.name('type')} is {kind!r:.40}; only text is supported, as {', '.join(kinds)}"

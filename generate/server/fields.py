@@ -34,6 +34,7 @@ def _list(value: Any) -> list[Any]:
 
 
 TEXT, OBJECT, LIST = Rule("text", _text), Rule("an object", _object), Rule("a list", _list)
+TEXT_OR_LIST = Rule("text or a list", _list)  # of an entry that is not text
 WHOLE = rules.whole(-(2**63), 2**64 - 1)
 
 
@@ -102,9 +103,9 @@ class Fields:
         value = self.take(key, OBJECT)
         return None if value is None else Fields(value, self.name(key))
 
-    def objects(self, key: str, most: int) -> list["Fields"]:
+    def objects(self, key: str, most: int, rule: Rule = LIST) -> list["Fields"]:
         """Return a list of objects, none where it is absent."""
-        found = self.take(key, LIST, [])
+        found = self.take(key, rule, [])
         if len(found) > most:
             raise ApiError(400, f"{self.name(key)} has {len(found)} entries; at most {most} are supported", param=key)
         return [self.item(key, at, item) for at, item in enumerate(found)]

@@ -25,7 +25,7 @@ from generate.server.events import (
     Whole,
 )
 from generate.server.facts import Facts
-from generate.server.fields import LIST, OBJECT, TEXT, Fields, sampling, stops
+from generate.server.fields import LIST, OBJECT, TEXT, TEXT_OR_LIST, Fields, sampling, stops
 from generate.server.task import Chat, Task
 from generate.server.thinking import effort_options, switch_options
 from generate.server.wire import Frame, Parsed, named_sse, new_id
@@ -112,7 +112,7 @@ def _system(fields: Fields) -> list[Message]:
     if given is None or isinstance(given, str):
         texts = [given or ""]
     else:
-        texts = [part.need("text", TEXT) for part in fields.objects("system", MOST_PARTS)]
+        texts = [part.need("text", TEXT) for part in fields.objects("system", MOST_PARTS, TEXT_OR_LIST)]
     kept = [text.partition("\n")[2] if text.startswith(BILLING) else text for text in texts]
     text = "\n".join(text for text in kept if text)
     return [{"role": "system", "content": text}] if text else []
@@ -137,7 +137,7 @@ def messages_of(fields: Fields) -> list[Message]:
 
 def _assistant(message: Fields) -> Message:
     texts, thoughts, calls = [], [], []
-    for block in message.objects("content", MOST_PARTS):
+    for block in message.objects("content", MOST_PARTS, TEXT_OR_LIST):
         kind = block.need("type", TEXT)
         if kind == "text":
             texts.append(block.need("text", TEXT))
@@ -156,7 +156,7 @@ def _assistant(message: Fields) -> Message:
 
 def _user(message: Fields, role: str) -> list[Message]:
     out: list[Message] = []
-    for block in message.objects("content", MOST_PARTS):
+    for block in message.objects("content", MOST_PARTS, TEXT_OR_LIST):
         kind = block.need("type", TEXT)
         if kind == "tool_result":
             out.append({"role": "tool", "tool_call_id": block.text("tool_use_id", ""), "content": _result(block)})
@@ -173,7 +173,7 @@ def _result(block: Fields) -> str:
     content = block.values.get("content")
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(_text(part) for part in block.objects("content", MOST_PARTS))
+    return "\n".join(_text(part) for part in block.objects("content", MOST_PARTS, TEXT_OR_LIST))
 
 
 def _text(block: Fields) -> str:

@@ -15,7 +15,7 @@ from generate.server.conversation import (
     text_of,
 )
 from generate.server.errors import ApiError
-from generate.server.fields import TEXT, Fields
+from generate.server.fields import TEXT, TEXT_OR_LIST, Fields
 
 CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 OUTPUT = {"input_text": "text", "output_text": "text", "text": "text"}
@@ -86,7 +86,7 @@ def messages_of(fields: Fields) -> list[Message]:
         return [{"role": "user", "content": given or ""}]
     out: list[Message] = []
     thought = ""
-    for item in fields.objects("input", MOST_MESSAGES):
+    for item in fields.objects("input", MOST_MESSAGES, TEXT_OR_LIST):
         kind = item.text("type", "message")
         if kind == "reasoning":
             thought = _reasoning(item)

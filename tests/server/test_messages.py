@@ -155,6 +155,22 @@ def test_wrong_fields_are_refused_in_the_dialects_envelope(scripted, fields):
     assert body["request_id"] == response.headers["request-id"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"system": 5}, "system"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "content": 5}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": 5}]}]},
+            "messages[0].content[0].content",
+        ),
+    ],
+)
+def test_what_may_be_text_or_a_list_is_refused_with_both(scripted, fields, name):
+    assert ask(scripted, **fields).json()["error"]["message"] == f"{name} is 5; it must be text or a list"
+
+
 @pytest.mark.parametrize("path", [URL, f"{URL}/count_tokens"])
 def test_what_only_anthropics_servers_run_is_refused(scripted, path):
     """A reply without the tools of a server, or the files of a container, would answer another question."""

@@ -302,6 +302,19 @@ def test_items_that_only_other_servers_read_are_left_out(scripted):
     assert scripted.llm.prompts[-1] == scripted.llm.prompts[-2]
 
 
+@pytest.mark.parametrize(
+    ("items", "name"),
+    [
+        (5, "input"),
+        ([{"role": "user", "content": 5}], "input[0].content"),
+        ([{"type": "function_call_output", "call_id": "c", "output": 5}], "input[0].output"),
+    ],
+)
+def test_what_may_be_text_or_a_list_is_refused_with_both(scripted, items, name):
+    error = ask(scripted, input=items).json()["error"]
+    assert (error["message"], error["param"]) == (f"{name} is 5; it must be text or a list", name)
+
+
 def test_max_tool_calls_limits_no_function(scripted):
     """OpenAI counts the calls of tools that its own servers run by it, and none of a client's functions."""
     scripted.llm.text = 2 * CALL.replace("NAME", "add")
