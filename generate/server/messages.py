@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.amounts import counted
-from common.rules import whole
+from common.rules import Rule, one_of, whole
 from generate.server.constraints import anthropic_choice, budget_of, grammar_of, openai_format
 from generate.server.conversation import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, Message, arrange, function_tool
 from generate.server.errors import ApiError, envelope
@@ -25,13 +25,16 @@ from generate.server.events import (
     Whole,
 )
 from generate.server.facts import Facts
-from generate.server.fields import LIST, OBJECT, TEXT, TEXT_OR_LIST, Fields, sampling, stops
+from generate.server.fields import LIST, OBJECT, OPTION_RULES, TEXT, TEXT_OR_LIST, Fields, sampling, stops
 from generate.server.task import Chat, Task
 from generate.server.thinking import effort_options, switch_options
 from generate.server.wire import Frame, Parsed, named_sse, new_id
 
 BILLING = "x-anthropic-billing-header:"  # a line that differs between requests, and that no model should read
 HOSTED = ("server_tool_use", "web_search_tool_result", "redacted_thinking")  # blocks that only Anthropic's servers read
+STOPS = Rule(
+    "a list of texts, each of at least one character", lambda value: OPTION_RULES["stop"].convert(LIST.convert(value))
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
     """Parse a request; also whether its client reads the thinking. `max_tokens` may be absent."""
     fields.text("model")
     _refuse_unsupported(fields)
+    fields.take("stop_sequences", STOPS)
     options = sampling(fields) | stops(fields, "stop_sequences")
     fields.option(options, "max_tokens")
     tools = [
@@ -102,7 +106,7 @@ def _thinking(fields: Fields, facts: Facts) -> tuple[dict[str, Any], bool]:
     thinking = fields.object("thinking")
     if thinking is None:
         return rendering, True
-    kind = thinking.need("type", TEXT)
+    kind = thinking.need("type", one_of("enabled", "disabled", "adaptive"))
     return rendering | switch_options(kind != "disabled", facts), thinking.text("display") != "omitted"
 
 

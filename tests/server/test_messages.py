@@ -171,6 +171,28 @@ def test_what_may_be_text_or_a_list_is_refused_with_both(scripted, fields, name)
     assert ask(scripted, **fields).json()["error"]["message"] == f"{name} is 5; it must be text or a list"
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"stop_sequences": "x"},
+            "stop_sequences is 'x'; it must be a list of texts, each of at least one character",
+        ),
+        (
+            {"stop_sequences": [""]},
+            "stop_sequences is ['']; it must be a list of texts, each of at least one character",
+        ),
+        ({"thinking": {"type": "foo"}}, "thinking.type is 'foo'; it must be one of enabled, disabled, adaptive"),
+        ({"thinking": {}}, "thinking.type is missing; it must be one of enabled, disabled, adaptive"),
+    ],
+)
+def test_what_anthropics_api_does_not_know_is_refused(scripted, fields, words):
+    response = ask(scripted, **fields)
+    assert (response.status_code, response.json()["error"]["message"]) == (400, words)
+    assert ask(scripted, stop_sequences=["x", "y"], thinking={"type": "disabled"}).status_code == 200
+    assert ask(scripted, stop_sequences=[], thinking=None).status_code == 200
+
+
 @pytest.mark.parametrize("path", [URL, f"{URL}/count_tokens"])
 def test_what_only_anthropics_servers_run_is_refused(scripted, path):
     """A reply without the tools of a server, or the files of a container, would answer another question."""
