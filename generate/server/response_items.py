@@ -27,11 +27,12 @@ READ = (
     "function_call_output",
     "custom_tool_call",
     "custom_tool_call_output",
+    "agent_message",
 )
 # Items of a conversation that hold nothing a model could read here: calls of tools that are left out of a request, what
 # only OpenAI's servers can decrypt, and a client's own notes.
 LEFT_OUT = {
-    *("additional_tools", "agent_message", "configuration_update", "ghost_snapshot", "other"),
+    *("additional_tools", "configuration_update", "ghost_snapshot", "other"),
     *("compaction", "compaction_summary", "context_compaction"),
     *("tool_search_call", "tool_search_output"),
     *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
@@ -129,11 +130,23 @@ def _message(item: Fields, kind: str) -> Message | None:
     if kind in ("function_call_output", "custom_tool_call_output"):
         content = text_of(item, "output", OUTPUT)
         return {"role": "tool", "tool_call_id": item.text("call_id", ""), "content": content or ""}
+    if kind == "agent_message":
+        text = text_of(_plain(item, "content"), "content", OUTPUT)
+        return {"role": "user", "content": text} if text else None
     if kind == "item_reference":
         raise ApiError(400, f"{item.name('type')} is item_reference, which is not supported; send the item itself")
     if kind not in LEFT_OUT:
         raise item.refuse("type", f"supported are {', '.join(READ)}")
     return None
+
+
+def _plain(item: Fields, key: str) -> Fields:
+    """The item without those parts of an entry that only OpenAI's servers can decrypt."""
+    parts = item.values.get(key)
+    if not isinstance(parts, list):
+        return item
+    kept = [part for part in parts if not isinstance(part, dict) or part.get("type") != "encrypted_content"]
+    return Fields({**item.values, key: kept}, item.where)
 
 
 def _input(item: Fields) -> str:

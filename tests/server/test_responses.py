@@ -289,8 +289,20 @@ def test_items_of_an_unknown_type_are_refused(scripted):
         assert (response.status_code, error["param"]) == (400, f"input[{at}].type")
         assert error["message"] == (
             f"input[{at}].type is {items[at]['type']!r}; supported are message, reasoning, function_call, "
-            "function_call_output, custom_tool_call, custom_tool_call_output"
+            "function_call_output, custom_tool_call, custom_tool_call_output, agent_message"
         )
+
+
+def test_a_message_of_another_agent_is_read(scripted):
+    """Codex gives an agent its task so, where it runs several."""
+    task = {"type": "agent_message", "author": "/root", "recipient": "/root/a"}
+    given = [{"type": "input_text", "text": "Count"}, {"type": "input_text", "text": "files."}]
+    secret = {"type": "encrypted_content", "encrypted_content": "x"}
+    items = [task | {"content": [secret]}, task | {"content": [given[0], secret, given[1]]}]
+    assert ask(scripted, input=items).status_code == 200
+    assert scripted.llm.prompts[-1].startswith("<|im_start|>user\nCount\nfiles.<|im_end|>")
+    image = ask(scripted, input=[task | {"content": [{"type": "input_image", "image_url": "x"}]}])
+    assert image.json()["error"]["param"] == "input[0].content[0].type"
 
 
 def test_items_that_only_other_servers_read_are_left_out(scripted):
