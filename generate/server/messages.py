@@ -77,13 +77,14 @@ def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
     if tools and choice.mode != "none":
         rendering["tools"] = tools
     output = fields.object("output_config") or Fields({})
+    form = output.object("format") or fields.object("output_format")  # its place and its earlier one
     budget = budget_of(fields.object("thinking") or Fields({}), output.text("effort"), "budget_tokens")
     task = Task(
         [Chat(arrange([*_system(fields), *messages_of(fields)], facts), rendering)],
         options,
         stream=fields.flag("stream", False),
         first_call_only=not several,
-        grammar=grammar_of(facts, tools, choice, openai_format(output.object("format")), several),
+        grammar=grammar_of(facts, tools, choice, openai_format(form), several),
         budget=budget,
     )
     return task, thoughts
