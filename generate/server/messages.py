@@ -31,7 +31,11 @@ from generate.server.thinking import effort_options, switch_options
 from generate.server.wire import Frame, Parsed, named_sse, new_id
 
 BILLING = "x-anthropic-billing-header:"  # a line that differs between requests, and that no model should read
-HOSTED = ("server_tool_use", "web_search_tool_result", "redacted_thinking")  # blocks that only Anthropic's servers read
+HOSTED = {  # blocks of what only Anthropic's servers run or read
+    *("server_tool_use", "mcp_tool_use", "mcp_tool_result", "redacted_thinking"),
+    *(f"{tool}_tool_result" for tool in ("web_search", "web_fetch", "code_execution", "tool_search")),
+    *(f"{tool}_code_execution_tool_result" for tool in ("bash", "text_editor")),
+}
 STOPS = Rule(
     "a list of texts, each of at least one character", lambda value: OPTION_RULES["stop"].convert(LIST.convert(value))
 )

@@ -193,6 +193,17 @@ def test_what_anthropics_api_does_not_know_is_refused(scripted, fields, words):
     assert ask(scripted, stop_sequences=[], thinking=None).status_code == 200
 
 
+def test_what_only_anthropics_servers_ran_is_left_out(scripted):
+    """A conversation that was begun there goes on here."""
+    kinds = ("server_tool_use", "web_fetch_tool_result", "bash_code_execution_tool_result", "mcp_tool_result")
+    blocks = [*({"type": kind, "id": "x"} for kind in kinds), {"type": "text", "text": "Done."}]
+    prompts = []
+    for content in (blocks, "Done."):
+        assert ask(scripted, messages=[*USER, {"role": "assistant", "content": content}, *USER]).status_code == 200
+        prompts.append(scripted.llm.prompts[-1])
+    assert prompts[0] == prompts[1]
+
+
 @pytest.mark.parametrize("path", [URL, f"{URL}/count_tokens"])
 def test_what_only_anthropics_servers_run_is_refused(scripted, path):
     """A reply without the tools of a server, or the files of a container, would answer another question."""
