@@ -40,7 +40,7 @@ WHOLE = rules.whole(-(2**63), 2**64 - 1)
 
 LIKELIEST = {"top_p": 0, "min_p": 1}  # the ends of the APIs' ranges, by which the likeliest token alone is kept
 # What other servers know and this one does not do, and the values by which nothing is asked for.
-NOT_SAMPLED: dict[str, tuple[float, ...]] = {
+NOT_SAMPLED: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0,),
     "dry_multiplier": (0,),
     "mirostat": (0,),
@@ -49,6 +49,11 @@ NOT_SAMPLED: dict[str, tuple[float, ...]] = {
     "top_n_sigma": (0, -1),
     "min_tokens": (0,),
     "ignore_eos": (0,),
+    "use_beam_search": (0,),
+    "stop_token_ids": ([],),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "logits_processors": ([],),
 }
 
 

@@ -227,6 +227,11 @@ def test_whole_numbers_may_be_written_as_floats(scripted):
         ({"ignore_eos": True}, "ignore_eos"),
         ({"min_tokens": 5}, "min_tokens"),
         ({"mirostat": 2}, "mirostat"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"stop_token_ids": [2]}, "stop_token_ids"),
+        ({"allowed_token_ids": [2]}, "allowed_token_ids"),
+        ({"bad_words": ["no"]}, "bad_words"),
+        ({"logits_processors": ["a"]}, "logits_processors"),
         ({"guided_json": {}}, "guided_json"),
         ({"grammar": "root ::= 'a'"}, "grammar"),
         ({"json_schema": {"type": "object"}}, "json_schema"),
@@ -270,6 +275,7 @@ def test_what_asks_for_nothing_is_ignored(scripted, stream):
     neutral = {"xtc_probability": 0, "dry_multiplier": 0.0, "ignore_eos": False, "typical_p": 1.0, "top_n_sigma": -1}
     unknown = {"verbosity": "low", "safety_identifier": "a", "prediction": {"type": "content"}, "service_tier": "auto"}
     neutral |= {"functions": [], "function_call": "auto"}
+    neutral |= {"use_beam_search": False, "stop_token_ids": [], "allowed_token_ids": None, "bad_words": []}
     grammars = {"grammar": "", "json_schema": {}, "guided_json": "", "guided_regex": "", "guided_choice": []}
     neutral |= grammars | {"guided_grammar": None, "structured_outputs": {}}
     assert ask(scripted, stream=stream, **neutral, **unknown).status_code == 200
