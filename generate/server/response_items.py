@@ -81,10 +81,13 @@ def tools_of(fields: Fields) -> tuple[list[dict[str, Any]], dict[str, Tool]]:
 
 
 def messages_of(fields: Fields) -> list[Message]:
-    """Return the conversation that `input` holds: text, or items."""
+    """Return the conversation that `input` holds: text, or items; none only where it goes on from a response."""
     given = fields.values.get("input")
-    if given is None or isinstance(given, str):
-        return [{"role": "user", "content": given or ""}]
+    if given in (None, []) and not fields.has("previous_response_id"):
+        words = "is missing; it must be text or a list" if given is None else "is []; it must have at least one item"
+        raise ApiError(400, f"input {words}", param="input")
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
     out: list[Message] = []
     thought = ""
     for item in fields.objects("input", MOST_MESSAGES, TEXT_OR_LIST):

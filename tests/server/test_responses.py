@@ -327,6 +327,20 @@ def test_what_may_be_text_or_a_list_is_refused_with_both(scripted, items, name):
     assert (error["message"], error["param"]) == (f"{name} is 5; it must be text or a list", name)
 
 
+def test_a_request_without_input(scripted):
+    """Its reply was one to an empty message of the user."""
+    for none, words in (
+        ({}, "is missing; it must be text or a list"),
+        ({"input": []}, "is []; it must have at least one item"),
+    ):
+        response = scripted.post(URL, json={"instructions": "Be brief.", **none})
+        assert (response.status_code, response.json()["error"]["message"]) == (400, f"input {words}")
+    first = ask(scripted, input="").json()
+    for none in ({}, {"input": None}, {"input": []}):
+        assert scripted.post(URL, json={"previous_response_id": first["id"], **none}).status_code == 200
+        assert scripted.llm.prompts[-1].count("<|im_start|>user") == 1
+
+
 def test_max_tool_calls_limits_no_function(scripted):
     """OpenAI counts the calls of tools that its own servers run by it, and none of a client's functions."""
     scripted.llm.text = 2 * CALL.replace("NAME", "add")
