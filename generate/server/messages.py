@@ -27,7 +27,7 @@ from generate.server.events import (
 from generate.server.facts import Facts
 from generate.server.fields import LIST, OBJECT, OPTION_RULES, TEXT, TEXT_OR_LIST, Fields, sampling, stops
 from generate.server.task import Chat, Task
-from generate.server.thinking import effort_options, switch_options
+from generate.server.thinking import KINDS, effort_options, switch_options
 from generate.server.wire import Frame, Parsed, named_sse, new_id
 
 BILLING = "x-anthropic-billing-header:"  # a line that differs between requests, and that no model should read
@@ -111,7 +111,7 @@ def _thinking(fields: Fields, facts: Facts) -> tuple[dict[str, Any], bool]:
     thinking = fields.object("thinking")
     if thinking is None:
         return rendering, True
-    kind = thinking.need("type", one_of("enabled", "disabled", "adaptive"))
+    kind = thinking.need("type", one_of(*KINDS))
     return rendering | switch_options(kind != "disabled", facts), thinking.text("display") != "omitted"
 
 

@@ -168,6 +168,24 @@ def test_effort_turns_thinking_on_and_off(scripted, effort, thinks):
     assert ("<think>" in scripted.llm.prompts[-1]) == thinks
 
 
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({"thinking": {"type": "enabled"}}, True),
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"enable_thinking": True}, True),
+        ({"enable_thinking": False, "reasoning_effort": "high"}, False),
+        ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": True}}, True),
+        ({"thinking": {}, "reasoning_effort": "high"}, True),
+    ],
+)
+def test_switches_of_thinking(scripted, fields, thinks):
+    """Clients add them to a request, as other servers of OpenAI's API take them."""
+    assert ask(scripted, **fields).status_code == 200
+    assert ("<think>" in scripted.llm.prompts[-1]) == thinks
+    assert "it must be one of enabled" in ask(scripted, thinking={"type": "no"}).json()["error"]["message"]
+
+
 def test_messages_of_every_kind_are_rendered(scripted):
     arguments = {"name": "add", "arguments": '{"a": 1}'}
     ask(

@@ -143,10 +143,11 @@ def test_reasoning_comes_before_the_schema(nonsense):
 
 
 @pytest.mark.parametrize("effort", ["minimal", "low"])
-def test_a_low_effort_ends_the_reasoning(nonsense, effort):
+@pytest.mark.parametrize("budget", [{"thinking_budget": 30}, {"thinking": {"type": "enabled", "budget_tokens": 30}}])
+def test_a_low_effort_ends_the_reasoning(nonsense, effort, budget):
     body = nonsense.post(
         "/v1/chat/completions",
-        json={"messages": USER, **SAMPLING, "reasoning_effort": effort, "max_tokens": 700, "thinking_budget": 30},
+        json={"messages": USER, **SAMPLING, "reasoning_effort": effort, "max_tokens": 700, **budget},
     ).json()
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 30 + len("\n</think>\n\n")
 
