@@ -63,7 +63,7 @@ def tools_of(fields: Fields) -> tuple[list[dict[str, Any]], dict[str, Tool]]:
     named: dict[str, Tool] = {}
 
     def add(tool: Fields, namespace: str | None) -> None:
-        kind = tool.text("type")
+        kind = tool.need("type", TEXT)
         if kind == "namespace" and namespace is None:
             for inner in tool.objects("tools", MOST_TOOLS):
                 add(inner, tool.need("name", TEXT))

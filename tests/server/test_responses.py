@@ -274,6 +274,8 @@ def test_a_reply_that_was_cut(scripted, fields, status, event):
         ({"conversation": "c"}, "conversation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"name": "add", "parameters": {}}]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [{"name": "b"}]}]}, "tools[0].tools[0].type"),
         ({"metadata": 3}, "metadata"),
     ],
 )
