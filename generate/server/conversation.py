@@ -91,12 +91,17 @@ def calls_of(fields: Fields) -> list[dict[str, Any]]:
         function = call.object("function")
         if function is None:
             raise call.refuse("function", "it must be an object with a name and arguments")
-        arguments = function.values.get("arguments") or {}
-        if not isinstance(arguments, str | dict):
-            raise function.refuse("arguments", "they must be JSON text or an object")
-        named = {"name": function.need("name", TEXT), "arguments": arguments}
-        found.append({"id": call.text("id", ""), "type": "function", "function": named})
+        found.append({"id": call.text("id", ""), "type": "function", "function": _called(function)})
+    if not found and (function := fields.object("function_call")) is not None:  # as OpenAI's API had one before
+        found.append({"id": "", "type": "function", "function": _called(function)})
     return found
+
+
+def _called(function: Fields) -> dict[str, Any]:
+    arguments = function.values.get("arguments") or {}
+    if not isinstance(arguments, str | dict):
+        raise function.refuse("arguments", "they must be JSON text or an object")
+    return {"name": function.need("name", TEXT), "arguments": arguments}
 
 
 def reasoning_of(fields: Fields) -> dict[str, str]:

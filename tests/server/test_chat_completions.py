@@ -186,6 +186,18 @@ def test_switches_of_thinking(scripted, fields, thinks):
     assert "it must be one of enabled" in ask(scripted, thinking={"type": "no"}).json()["error"]["message"]
 
 
+def test_a_call_in_the_earlier_form_is_rendered(scripted):
+    """Messages of the role function, which give its result, were read before."""
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    result = {"role": "function", "name": "add", "content": "2"}
+    prompts = []
+    for message in ({"function_call": call}, {"tool_calls": [{"id": "", "type": "function", "function": call}]}):
+        ask(scripted, messages=[*USER, {"role": "assistant", "content": None, **message}, result])
+        prompts.append(scripted.llm.prompts[-1])
+    assert prompts[0] == prompts[1]
+    assert '"add"' in prompts[0]
+
+
 def test_messages_of_every_kind_are_rendered(scripted):
     arguments = {"name": "add", "arguments": '{"a": 1}'}
     ask(
