@@ -16,6 +16,7 @@ from generate.server.conversation import (
 )
 from generate.server.errors import ApiError
 from generate.server.fields import TEXT, TEXT_OR_LIST, Fields
+from generate.server.store import Store
 
 CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 OUTPUT = {"input_text": "text", "output_text": "text", "text": "text"}
@@ -80,7 +81,7 @@ def tools_of(fields: Fields) -> tuple[list[dict[str, Any]], dict[str, Tool]]:
     return found, named
 
 
-def messages_of(fields: Fields) -> list[Message]:
+def messages_of(fields: Fields, store: Store) -> list[Message]:
     """Return the conversation that `input` holds: text, or items; none only where it goes on from a response."""
     given = fields.values.get("input")
     if given in (None, []) and not fields.has("previous_response_id"):
@@ -91,6 +92,8 @@ def messages_of(fields: Fields) -> list[Message]:
     out: list[Message] = []
     thought = ""
     for item in fields.objects("input", MOST_MESSAGES, TEXT_OR_LIST):
+        if item.text("type", "message") == "item_reference":
+            item = _referenced(item, store)
         kind = item.text("type", "message")
         if kind == "reasoning":
             thought = _reasoning(item)
@@ -107,6 +110,14 @@ def messages_of(fields: Fields) -> list[Message]:
         thought = ""
         out.append(message)
     return out
+
+
+def _referenced(item: Fields, store: Store) -> Fields:
+    """The output item of an earlier response that is named by its id."""
+    found = store.item(item.need("id", TEXT))
+    if found is None:
+        raise item.refuse("id", "no response that is kept has this item; send the item itself")
+    return Fields(found, item.where)
 
 
 def _join(message: Message, call: Message) -> None:
@@ -136,8 +147,6 @@ def _message(item: Fields, kind: str) -> Message | None:
     if kind == "agent_message":
         text = text_of(_plain(item, "content"), "content", OUTPUT)
         return {"role": "user", "content": text} if text else None
-    if kind == "item_reference":
-        raise ApiError(400, f"{item.name('type')} is item_reference, which is not supported; send the item itself")
     if kind not in LEFT_OUT:
         raise item.refuse("type", f"supported are {', '.join(READ)}")
     return None

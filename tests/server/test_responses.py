@@ -151,6 +151,29 @@ def test_a_conversation_goes_on_from_a_response(scripted):
         assert (response.status_code, response.json()["error"]["code"]) == (404, "previous_response_not_found")
 
 
+def test_items_can_be_named_by_their_ids(scripted):
+    """The AI SDK sends the ids of what a stored response holds, and not the items."""
+    scripted.llm.text = "Hm.</think>" + "Yes." + CALL.replace("NAME", "add")
+    user = {"role": "user", "content": "Hello?"}
+    first = ask(scripted, input=[user], tools=[ADD], reasoning={"effort": "low"}).json()
+    items = first["output"]
+    assert [item["type"] for item in items] == ["reasoning", "message", "function_call"]
+    result = {"type": "function_call_output", "call_id": items[2]["call_id"], "output": "2"}
+    named = [{"type": "item_reference", "id": item["id"]} for item in items]
+    prompts = []
+    for sent in (items, named):
+        response = ask(scripted, input=[user, *sent, result], tools=[ADD])
+        assert response.status_code == 200
+        prompts.append(scripted.llm.prompts[-1])
+    assert prompts[0] == prompts[1]
+    assert "Yes." in prompts[0]
+    assert scripted.delete(f"{URL}/{first['id']}").status_code == 200
+    error = ask(scripted, input=[user, *named, result]).json()["error"]
+    assert error["message"] == (
+        f"input[1].id is {items[0]['id']!r}; no response that is kept has this item; send the item itself"
+    )
+
+
 def test_a_response_that_is_not_stored(scripted):
     for method in ("GET", "DELETE"):
         response = scripted.request(method, f"{URL}/resp_unknown")
@@ -269,7 +292,8 @@ def test_a_reply_that_was_cut(scripted, fields, status, event):
     [
         ({"input": 5}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, None),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
