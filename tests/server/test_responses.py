@@ -151,6 +151,14 @@ def test_a_conversation_goes_on_from_a_response(scripted):
         assert (response.status_code, response.json()["error"]["code"]) == (404, "previous_response_not_found")
 
 
+def test_tokens_of_a_conversation_that_goes_on_are_counted(scripted):
+    first = ask(scripted).json()
+    more = {"input": "And now?", "previous_response_id": first["id"]}
+    counted = scripted.post(f"{URL}/input_tokens", json=more).json()
+    assert counted["input_tokens"] == ask(scripted, **more).json()["usage"]["input_tokens"]
+    assert counted["input_tokens"] > first["usage"]["input_tokens"] + len("And now?")
+
+
 def test_items_can_be_named_by_their_ids(scripted):
     """The AI SDK sends the ids of what a stored response holds, and not the items."""
     scripted.llm.text = "Hm.</think>" + "Yes." + CALL.replace("NAME", "add")
