@@ -9,8 +9,12 @@ UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 10**3, "M
 
 
 def shown_size(nbytes: int) -> str:
-    """Write "1.50 GB", or "23.4 MB" below 10^9 bytes."""
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.1f} MB"
+    """Write "1.50 GB", "23.4 MB" below 10^9 bytes, and "5.0 KB" or "12 bytes" of what would be less than 0.1 MB."""
+    if nbytes >= 10**9:
+        return f"{nbytes / 1e9:.2f} GB"
+    if nbytes >= 10**5:
+        return f"{nbytes / 1e6:.1f} MB"
+    return f"{nbytes / 1e3:.1f} KB" if nbytes >= 10**3 else counted(nbytes, "byte")
 
 
 def counted(count: int, noun: str, several: str = "") -> str:

@@ -34,6 +34,7 @@ from generate.server.wire import dumps, new_id
 QUEUE = 1 << 16  # replies that may wait: a request may ask for 128, and AHEAD times as many are read as run
 DIALECTS = {"/v1/chat/completions": chat.parse, "/v1/completions": completions.parse}
 ID = re.compile(r"batch_req_(\d{1,15})_([0-9a-f]{8})")
+LINE_NAME = re.compile(rb'"custom_id"\s*:\s*"line-([1-9]\d{0,14})"')  # in a request's line: as OUT names what has none
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,19 @@ class Request:
     @property
     def id(self) -> str:
         return f"batch_req_{self.number}_{self.checksum:08x}"
+
+    @property
+    def default_name(self) -> str:
+        """What an answer is called whose request has no name."""
+        return f"line-{self.line}"
+
+    def custom_id(self) -> str | None:
+        """The name that the line gives; None where it gives none, or cannot be read."""
+        try:
+            name = self.values().get("custom_id")
+        except ApiError:
+            return None
+        return name if isinstance(name, str) else None
 
     def values(self) -> dict[str, Any]:
         """Parse the line; raises ApiError."""
@@ -160,15 +174,24 @@ def read_answers(file: IO[bytes], out: Path) -> Answered:
 
 
 def check_requests(requests: Path, out: Path, answered: Answered) -> int:
-    """Count the requests; raises UsageError where OUT has answers to others."""
+    """Count the requests; raises UsageError where OUT has answers to others, or would have two of one name."""
     total = known = checksums = 0
+    taken: dict[str, int] = {}  # default names of other lines, and the lines that have them as custom_id
     for request in read_requests(requests):
         total += 1
+        if LINE_NAME.search(request.data) and (name := request.custom_id()) not in (None, request.default_name):
+            taken[name] = request.line
         if request.number in answered:
             known += 1
             checksums += request.checksum
     if (known, checksums) != (answered.count, answered.sum):
         raise UsageError(f"{out} has answers to other requests than those in {requests}; give another OUT")
+    for request in read_requests(requests) if taken else ():
+        if (name := request.default_name) in taken and request.custom_id() is None:
+            raise UsageError(
+                f"line {taken[name]} of {requests} has the custom_id {name!r}, by which the answer to line "
+                f"{request.line} is named, because that line has none; give another custom_id"
+            )
     return total
 
 
@@ -217,7 +240,7 @@ class Batch:
 
     async def _answer(self, request: Request) -> None:
         """Write the answer to a request."""
-        named = f"line-{request.line}"
+        named = request.default_name
         response = refused = None
         try:
             values = request.values()

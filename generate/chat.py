@@ -209,7 +209,8 @@ class Chat:
             ]
             system = None if system is None else _text(system)
         except (ValueError, TypeError, RecursionError) as error:
-            raise BimetalError(f"{path} is not a conversation that /save wrote: {error}") from None
+            why = f"it is not UTF-8 at byte {error.start}" if isinstance(error, UnicodeDecodeError) else error
+            raise BimetalError(f"{path} is not a conversation that /save wrote: {why}") from None
         self.system, self.history = system, history
         print(f"loaded {counted(len(history), 'message')} from {path}")
 

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 
 from common.errors import BimetalError
 
@@ -76,10 +77,11 @@ def find(url: str, key: str) -> Served:
         hint = f"; put the server's key into {KEY}" if error.code == 401 else ""
         raise BimetalError(f"the server at {url} answered {error.code} {error.reason}{hint}") from None
     except OSError as error:
-        reason = getattr(error, "reason", error)
+        reason = getattr(error, "reason", error)  # which urllib leaves as it was raised, or as text
+        why = getattr(reason, "strerror", None) or reason
         start = "python -m generate serve --model MODEL"
-        raise BimetalError(f"no server answers at {url} ({reason}); start one first: {start}") from None
-    except (ValueError, LookupError, TypeError, AttributeError):
+        raise BimetalError(f"no server answers at {url} ({why}); start one first: {start}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, HTTPException):
         raise BimetalError(f"the server at {url} lists no models as OpenAI's API does") from None
 
 

@@ -111,6 +111,22 @@ def test_a_bad_line_gets_an_error_and_leaves_the_others_alone(run, tmp_path):
             assert words in answer["error"]["message"]
 
 
+def test_two_answers_have_no_name_in_common(run, tmp_path):
+    """A request without a name is called by its line, and no other request may be."""
+    unnamed = json.dumps({"prompt": "a", "max_tokens": 1})
+    for first in (unnamed, "nonsense"):
+        code, said = run(["", first, request("line-2", prompt="b", max_tokens=1)])
+        assert (code, said.splitlines()[-1]) == (
+            2,
+            f"error: line 3 of {tmp_path / 'in'} has the custom_id 'line-2', by which the answer to line 2 is named, "
+            "because that line has none; give another custom_id",
+        )
+        assert not (tmp_path / "out").read_bytes()
+    names = ["line-2", "line-1", "line-9", "line-4"]
+    assert run([request(name, prompt="a", max_tokens=1) for name in names] + [unnamed])[0] == 0
+    assert sorted(answers(tmp_path)) == sorted([*names, "line-5"])
+
+
 def test_a_line_that_is_too_long_is_not_held(run, tmp_path, monkeypatch):
     monkeypatch.setattr(batch, "MOST_BYTES", 100)
     code, _ = run([json.dumps({"prompt": "a" * 1000}), json.dumps({"prompt": "a" * 50, "max_tokens": 2})])

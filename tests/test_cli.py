@@ -475,12 +475,13 @@ def test_chat_errors_do_not_end_the_chat(run, tmp_path):
         ('{"system": null, "messages": {}}', "{} is no list"),
         ('{"system": null, "messages": ["x"]}', "'x' has no role"),
         ('{"system": null, "messages": [{"role": "user"}]}', "{'role': 'user'} has no content"),
+        ('{"system": "caf\xe9", "messages": []}', "it is not UTF-8 at byte 15"),
     ],
 )
 def test_files_that_hold_no_conversation(text, says, run, tmp_path):
     """What was said came from Python: 'list indices must be integers or slices, not str', or 'system' alone."""
     file = tmp_path / "talk.json"
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
     err = run("--chat", stdin=f"/load {file}\n")[2]
     assert err == f"error: {file} is not a conversation that /save wrote: {says}\n"
 

@@ -16,7 +16,7 @@ from hub_server import Fault, HubServer, Repo
 from tiny_chat import write
 
 from common import hub
-from common.amounts import parse_size
+from common.amounts import parse_size, shown_size
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.demo import demo_path
 from common.errors import UsageError
@@ -49,6 +49,23 @@ ROOT = Path(__file__).parents[1]
 )
 def test_sizes(text, size):
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (999, "999 bytes"),
+        (1000, "1.0 KB"),
+        (98_765, "98.8 KB"),
+        (100_000, "0.1 MB"),
+        (23_400_000, "23.4 MB"),
+        (1_500_000_000, "1.50 GB"),
+    ],
+)
+def test_no_size_is_rounded_to_nothing(size, text):
+    assert shown_size(size) == text
 
 
 @pytest.mark.parametrize("text", ["", "GB", "24 apples", "-1GB", "1e9", "0GB", "0.1", "nan", "inf", "9999999TB", "२GB"])

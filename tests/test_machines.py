@@ -102,6 +102,8 @@ def test_memory_refuses_a_model_of_one_process() -> None:
 
     with pytest.raises(BimetalError, match=r"of memory, and memory is limited to 0.5 MB: allow more"):
         open_model(tiny.checkpoint("qwen3"), "numpy", placement=Placement(memory=500_000))
+    with pytest.raises(BimetalError, match=r"and memory is limited to 1.0 KB: allow more"):
+        open_model(tiny.checkpoint("qwen3"), "numpy", placement=Placement(memory=1000))
 
 
 def test_no_step_follows_one_that_failed() -> None:

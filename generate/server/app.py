@@ -81,12 +81,12 @@ def _replies(service: Service) -> list[BaseRoute]:
 
 
 def _utilities(service: Service) -> list[BaseRoute]:
-    found = {
+    found: dict[str, utilities.Utility] = {
         "/tokenize": utilities.tokenize,
         "/detokenize": utilities.detokenize,
         "/apply-template": utilities.apply_template,
         "/v1/chat/completions/input_tokens": utilities.count_chat,
-        "/v1/responses/input_tokens": utilities.count_response,
+        "/v1/responses/input_tokens": partial(utilities.count_response, service.store),
         "/v1/messages/count_tokens": utilities.count_messages,
         "/api/show": lambda fields, facts, llm: ollama.show(facts),
     }

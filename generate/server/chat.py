@@ -24,7 +24,7 @@ from generate.server.events import (
 from generate.server.facts import Facts
 from generate.server.fields import Fields, priority, sampling, stops
 from generate.server.task import Chat, Task
-from generate.server.thinking import effort_options, template_options
+from generate.server.thinking import effort_options, template_options, thinking_options
 from generate.server.wire import Frame, Parsed, chat_logprobs, new_id, now, openai_usage, sse, timings
 
 MOST_CHOICES = 128
@@ -68,7 +68,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     tools = tools_of(fields)
     choice, several = openai_choice(fields, tools), fields.flag("parallel_tool_calls", True)
     effort = fields.text("reasoning_effort")
-    rendering = effort_options(effort, facts)
+    rendering = effort_options(effort, facts) | thinking_options(fields, facts)
     rendering |= template_options(fields.object("chat_template_kwargs"), facts)
     if tools and choice.mode != "none":
         rendering["tools"] = tools
@@ -82,11 +82,18 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
         stream=stream,
         first_call_only=not several,
         grammar=grammar_of(facts, tools, choice, openai_format(fields.object("response_format")), several),
-        budget=budget_of(fields, effort, "thinking_budget", "reasoning_budget"),
+        budget=_budget(fields, effort),
     )
     usage = bool(streaming and streaming.flag("include_usage", False))
     head = Head(new_id("chatcmpl-"), now(), facts, usage, logprobs, n)
     return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies))
+
+
+def _budget(fields: Fields, effort: str | None) -> int | None:
+    thinking = fields.object("thinking")
+    if thinking is not None and thinking.has("budget_tokens"):
+        return budget_of(thinking, effort, "budget_tokens")
+    return budget_of(fields, effort, "thinking_budget", "reasoning_budget")
 
 
 def bias(fields: Fields, facts: Facts) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from common.rules import FLAG
 from generate.server.errors import ApiError
 from generate.server.facts import Facts
-from generate.server.fields import LIST, TEXT, Fields
+from generate.server.fields import LIST, TEXT, TEXT_OR_LIST, Fields
 
 MOST_MESSAGES = 4096
 MOST_PARTS = 4096
@@ -29,7 +29,7 @@ def text_of(fields: Fields, key: str, kinds: Mapping[str, str]) -> str | None:
     if value is None or isinstance(value, str):
         return value
     texts = []
-    for part in fields.objects(key, MOST_PARTS):
+    for part in fields.objects(key, MOST_PARTS, TEXT_OR_LIST):
         kind = part.text("type", "text")
         if kind not in kinds:
             taken = f"{part.name('type')} is {kind!r:.40}; only text is supported, as {', '.join(kinds)}"
@@ -91,12 +91,17 @@ def calls_of(fields: Fields) -> list[dict[str, Any]]:
         function = call.object("function")
         if function is None:
             raise call.refuse("function", "it must be an object with a name and arguments")
-        arguments = function.values.get("arguments") or {}
-        if not isinstance(arguments, str | dict):
-            raise function.refuse("arguments", "they must be JSON text or an object")
-        named = {"name": function.need("name", TEXT), "arguments": arguments}
-        found.append({"id": call.text("id", ""), "type": "function", "function": named})
+        found.append({"id": call.text("id", ""), "type": "function", "function": _called(function)})
+    if not found and (function := fields.object("function_call")) is not None:  # as OpenAI's API had one before
+        found.append({"id": "", "type": "function", "function": _called(function)})
     return found
+
+
+def _called(function: Fields) -> dict[str, Any]:
+    arguments = function.values.get("arguments") or {}
+    if not isinstance(arguments, str | dict):
+        raise function.refuse("arguments", "they must be JSON text or an object")
+    return {"name": function.need("name", TEXT), "arguments": arguments}
 
 
 def reasoning_of(fields: Fields) -> dict[str, str]:

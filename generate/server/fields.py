@@ -34,12 +34,13 @@ def _list(value: Any) -> list[Any]:
 
 
 TEXT, OBJECT, LIST = Rule("text", _text), Rule("an object", _object), Rule("a list", _list)
+TEXT_OR_LIST = Rule("text or a list", _list)  # of an entry that is not text
 WHOLE = rules.whole(-(2**63), 2**64 - 1)
 
 
 LIKELIEST = {"top_p": 0, "min_p": 1}  # the ends of the APIs' ranges, by which the likeliest token alone is kept
 # What other servers know and this one does not do, and the values by which nothing is asked for.
-NOT_SAMPLED: dict[str, tuple[float, ...]] = {
+NOT_SAMPLED: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0,),
     "dry_multiplier": (0,),
     "mirostat": (0,),
@@ -48,6 +49,11 @@ NOT_SAMPLED: dict[str, tuple[float, ...]] = {
     "top_n_sigma": (0, -1),
     "min_tokens": (0,),
     "ignore_eos": (0,),
+    "use_beam_search": (0,),
+    "stop_token_ids": ([],),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "logits_processors": ([],),
 }
 
 
@@ -102,9 +108,9 @@ class Fields:
         value = self.take(key, OBJECT)
         return None if value is None else Fields(value, self.name(key))
 
-    def objects(self, key: str, most: int) -> list["Fields"]:
+    def objects(self, key: str, most: int, rule: Rule = LIST) -> list["Fields"]:
         """Return a list of objects, none where it is absent."""
-        found = self.take(key, LIST, [])
+        found = self.take(key, rule, [])
         if len(found) > most:
             raise ApiError(400, f"{self.name(key)} has {len(found)} entries; at most {most} are supported", param=key)
         return [self.item(key, at, item) for at, item in enumerate(found)]

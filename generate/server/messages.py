@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from common.rules import whole
+from common.amounts import counted
+from common.rules import Rule, one_of, whole
 from generate.server.constraints import anthropic_choice, budget_of, grammar_of, openai_format
 from generate.server.conversation import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, Message, arrange, function_tool
-from generate.server.errors import envelope
+from generate.server.errors import ApiError, envelope
 from generate.server.events import (
     Call,
     CallArguments,
@@ -24,13 +25,20 @@ from generate.server.events import (
     Whole,
 )
 from generate.server.facts import Facts
-from generate.server.fields import LIST, OBJECT, TEXT, Fields, sampling, stops
+from generate.server.fields import LIST, OBJECT, OPTION_RULES, TEXT, TEXT_OR_LIST, Fields, sampling, stops
 from generate.server.task import Chat, Task
-from generate.server.thinking import effort_options, switch_options
+from generate.server.thinking import KINDS, effort_options, switch_options
 from generate.server.wire import Frame, Parsed, named_sse, new_id
 
 BILLING = "x-anthropic-billing-header:"  # a line that differs between requests, and that no model should read
-HOSTED = ("server_tool_use", "web_search_tool_result", "redacted_thinking")  # blocks that only Anthropic's servers read
+HOSTED = {  # blocks of what only Anthropic's servers run or read
+    *("server_tool_use", "mcp_tool_use", "mcp_tool_result", "redacted_thinking"),
+    *(f"{tool}_tool_result" for tool in ("web_search", "web_fetch", "code_execution", "tool_search")),
+    *(f"{tool}_code_execution_tool_result" for tool in ("bash", "text_editor")),
+}
+STOPS = Rule(
+    "a list of texts, each of at least one character", lambda value: OPTION_RULES["stop"].convert(LIST.convert(value))
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,8 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
 def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
     """Parse a request; also whether its client reads the thinking. `max_tokens` may be absent."""
     fields.text("model")
+    _refuse_unsupported(fields)
+    fields.take("stop_sequences", STOPS)
     options = sampling(fields) | stops(fields, "stop_sequences")
     fields.option(options, "max_tokens")
     tools = [
@@ -71,16 +81,27 @@ def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
     if tools and choice.mode != "none":
         rendering["tools"] = tools
     output = fields.object("output_config") or Fields({})
+    form = output.object("format") or fields.object("output_format")  # its place and its earlier one
     budget = budget_of(fields.object("thinking") or Fields({}), output.text("effort"), "budget_tokens")
     task = Task(
         [Chat(arrange([*_system(fields), *messages_of(fields)], facts), rendering)],
         options,
         stream=fields.flag("stream", False),
         first_call_only=not several,
-        grammar=grammar_of(facts, tools, choice, openai_format(output.object("format")), several),
+        grammar=grammar_of(facts, tools, choice, openai_format(form), several),
         budget=budget,
     )
     return task, thoughts
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    """Refuse what would be wrong to ignore."""
+    if servers := fields.take("mcp_servers", LIST):  # whose entries hold keys, which no message repeats
+        held = counted(len(servers), "entry", "entries")
+        words = "MCP servers are called by the client only; give their functions as tools"
+        raise ApiError(400, f"mcp_servers has {held}; {words}", param="mcp_servers")
+    if fields.has("container") and fields.values["container"] not in ("", {}):
+        raise fields.refuse("container", "no code is run here; leave it out")
 
 
 def _thinking(fields: Fields, facts: Facts) -> tuple[dict[str, Any], bool]:
@@ -90,7 +111,7 @@ def _thinking(fields: Fields, facts: Facts) -> tuple[dict[str, Any], bool]:
     thinking = fields.object("thinking")
     if thinking is None:
         return rendering, True
-    kind = thinking.need("type", TEXT)
+    kind = thinking.need("type", one_of(*KINDS))
     return rendering | switch_options(kind != "disabled", facts), thinking.text("display") != "omitted"
 
 
@@ -100,7 +121,7 @@ def _system(fields: Fields) -> list[Message]:
     if given is None or isinstance(given, str):
         texts = [given or ""]
     else:
-        texts = [part.need("text", TEXT) for part in fields.objects("system", MOST_PARTS)]
+        texts = [part.need("text", TEXT) for part in fields.objects("system", MOST_PARTS, TEXT_OR_LIST)]
     kept = [text.partition("\n")[2] if text.startswith(BILLING) else text for text in texts]
     text = "\n".join(text for text in kept if text)
     return [{"role": "system", "content": text}] if text else []
@@ -125,7 +146,7 @@ def messages_of(fields: Fields) -> list[Message]:
 
 def _assistant(message: Fields) -> Message:
     texts, thoughts, calls = [], [], []
-    for block in message.objects("content", MOST_PARTS):
+    for block in message.objects("content", MOST_PARTS, TEXT_OR_LIST):
         kind = block.need("type", TEXT)
         if kind == "text":
             texts.append(block.need("text", TEXT))
@@ -144,7 +165,7 @@ def _assistant(message: Fields) -> Message:
 
 def _user(message: Fields, role: str) -> list[Message]:
     out: list[Message] = []
-    for block in message.objects("content", MOST_PARTS):
+    for block in message.objects("content", MOST_PARTS, TEXT_OR_LIST):
         kind = block.need("type", TEXT)
         if kind == "tool_result":
             out.append({"role": "tool", "tool_call_id": block.text("tool_use_id", ""), "content": _result(block)})
@@ -161,7 +182,7 @@ def _result(block: Fields) -> str:
     content = block.values.get("content")
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(_text(part) for part in block.objects("content", MOST_PARTS))
+    return "\n".join(_text(part) for part in block.objects("content", MOST_PARTS, TEXT_OR_LIST))
 
 
 def _text(block: Fields) -> str:

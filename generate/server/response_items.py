@@ -15,11 +15,31 @@ from generate.server.conversation import (
     text_of,
 )
 from generate.server.errors import ApiError
-from generate.server.fields import TEXT, Fields
+from generate.server.fields import TEXT, TEXT_OR_LIST, Fields
+from generate.server.store import Store
 
 CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 OUTPUT = {"input_text": "text", "output_text": "text", "text": "text"}
 REASONING = {"summary_text": "text", "reasoning_text": "text", "text": "text"}
+READ = (
+    "message",
+    "reasoning",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "agent_message",
+)
+# Items of a conversation that hold nothing a model could read here: calls of tools that are left out of a request, what
+# only OpenAI's servers can decrypt, and a client's own notes.
+LEFT_OUT = {
+    *("additional_tools", "configuration_update", "ghost_snapshot", "other"),
+    *("compaction", "compaction_summary", "context_compaction"),
+    *("tool_search_call", "tool_search_output"),
+    *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+    *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
+    *(f"{tool}_call{end}" for tool in ("computer", "local_shell", "shell", "apply_patch") for end in ("", "_output")),
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +64,7 @@ def tools_of(fields: Fields) -> tuple[list[dict[str, Any]], dict[str, Tool]]:
     named: dict[str, Tool] = {}
 
     def add(tool: Fields, namespace: str | None) -> None:
-        kind = tool.text("type")
+        kind = tool.need("type", TEXT)
         if kind == "namespace" and namespace is None:
             for inner in tool.objects("tools", MOST_TOOLS):
                 add(inner, tool.need("name", TEXT))
@@ -61,14 +81,19 @@ def tools_of(fields: Fields) -> tuple[list[dict[str, Any]], dict[str, Tool]]:
     return found, named
 
 
-def messages_of(fields: Fields) -> list[Message]:
-    """Return the conversation that `input` holds: text, or items."""
+def messages_of(fields: Fields, store: Store) -> list[Message]:
+    """Return the conversation that `input` holds: text, or items; none only where it goes on from a response."""
     given = fields.values.get("input")
-    if given is None or isinstance(given, str):
-        return [{"role": "user", "content": given or ""}]
+    if given in (None, []) and not fields.has("previous_response_id"):
+        words = "is missing; it must be text or a list" if given is None else "is []; it must have at least one item"
+        raise ApiError(400, f"input {words}", param="input")
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
     out: list[Message] = []
     thought = ""
-    for item in fields.objects("input", MOST_MESSAGES):
+    for item in fields.objects("input", MOST_MESSAGES, TEXT_OR_LIST):
+        if item.text("type", "message") == "item_reference":
+            item = _referenced(item, store)
         kind = item.text("type", "message")
         if kind == "reasoning":
             thought = _reasoning(item)
@@ -85,6 +110,14 @@ def messages_of(fields: Fields) -> list[Message]:
         thought = ""
         out.append(message)
     return out
+
+
+def _referenced(item: Fields, store: Store) -> Fields:
+    """The output item of an earlier response that is named by its id."""
+    found = store.item(item.need("id", TEXT))
+    if found is None:
+        raise item.refuse("id", "no response that is kept has this item; send the item itself")
+    return Fields(found, item.where)
 
 
 def _join(message: Message, call: Message) -> None:
@@ -111,9 +144,21 @@ def _message(item: Fields, kind: str) -> Message | None:
     if kind in ("function_call_output", "custom_tool_call_output"):
         content = text_of(item, "output", OUTPUT)
         return {"role": "tool", "tool_call_id": item.text("call_id", ""), "content": content or ""}
-    if kind == "item_reference":
-        raise ApiError(400, f"{item.name('type')} is item_reference, which is not supported; send the item itself")
+    if kind == "agent_message":
+        text = text_of(_plain(item, "content"), "content", OUTPUT)
+        return {"role": "user", "content": text} if text else None
+    if kind not in LEFT_OUT:
+        raise item.refuse("type", f"supported are {', '.join(READ)}")
     return None
+
+
+def _plain(item: Fields, key: str) -> Fields:
+    """The item without those parts of an entry that only OpenAI's servers can decrypt."""
+    parts = item.values.get(key)
+    if not isinstance(parts, list):
+        return item
+    kept = [part for part in parts if not isinstance(part, dict) or part.get("type") != "encrypted_content"]
+    return Fields({**item.values, key: kept}, item.where)
 
 
 def _input(item: Fields) -> str:

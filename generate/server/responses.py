@@ -96,7 +96,7 @@ def parse(store: Store, fields: Fields, facts: Facts) -> Parsed:
     rendering = effort_options(reasoning.text("effort"), facts)
     if tools and choice.mode != "none":
         rendering["tools"] = tools
-    messages = messages_of(fields)
+    messages = messages_of(fields, store)
     if (previous := fields.text("previous_response_id")) is not None:
         messages = [*previous_messages(store, previous), *messages]
     instructions = fields.text("instructions")

@@ -26,6 +26,7 @@ class Store:
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES):
         self._most, self._most_bytes, self._bytes = most, most_bytes, 0
         self._held: OrderedDict[str, Stored] = OrderedDict()
+        self._response_of: dict[str, str] = {}  # the id of an output item to that of its response
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -39,6 +40,14 @@ class Store:
                 return self._held[id]
         raise self._missing(id)
 
+    def item(self, id: str) -> dict[str, Any] | None:
+        """Return an output item of a response that is kept."""
+        with self._lock:
+            if (response := self._response_of.get(id)) is None:
+                return None
+            self._held.move_to_end(response)
+            return next(item for item in self._held[response].body["output"] if item["id"] == id)
+
     def _missing(self, id: str) -> ApiError:
         return ApiError(404, f"response {id!r:.80} is not found; the last {self._most} are kept while the server runs")
 
@@ -47,12 +56,22 @@ class Store:
         with self._lock:
             self._held[id] = stored
             self._bytes += stored.size
+            self._response_of |= dict.fromkeys(_items(stored), id)
             while self._held and (len(self._held) > self._most or self._bytes > self._most_bytes):
-                self._bytes -= self._held.popitem(last=False)[1].size
+                self._forget(self._held.popitem(last=False)[1])
 
     def delete(self, id: str) -> None:
         """Drop a response; raises ApiError where there is none."""
         with self._lock:
             if (stored := self._held.pop(id, None)) is None:
                 raise self._missing(id)
-            self._bytes -= stored.size
+            self._forget(stored)
+
+    def _forget(self, stored: Stored) -> None:
+        self._bytes -= stored.size
+        for item in _items(stored):
+            self._response_of.pop(item, None)
+
+
+def _items(stored: Stored) -> list[str]:
+    return [item["id"] for item in stored.body.get("output", ())]

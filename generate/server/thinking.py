@@ -7,6 +7,7 @@ from generate.server.facts import EFFORT, Facts
 from generate.server.fields import Fields
 
 OWN = {"enable_thinking", "documents", "add_generation_prompt", "bos_token", "eos_token", *RESERVED}
+KINDS = ("enabled", "disabled", "adaptive")  # of the `thinking` of a request
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -25,6 +26,14 @@ def effort_options(effort: str | None, facts: Facts) -> dict[str, Any]:
 def switch_options(on: bool | None, facts: Facts) -> dict[str, Any]:
     """The options of rendering that turn thinking on or off, where the template can."""
     return {} if on is None or not facts.switches_thinking else {"think": on}
+
+
+def thinking_options(fields: Fields, facts: Facts) -> dict[str, Any]:
+    """The options of rendering for `thinking` and `enable_thinking`, which clients add to Chat Completions."""
+    thinking = fields.object("thinking") or Fields({})
+    kind = thinking.choice("type", *KINDS)
+    found = switch_options(None if kind is None else kind != "disabled", facts)
+    return found | switch_options(fields.flag("enable_thinking"), facts)
 
 
 def template_options(fields: Fields | None, facts: Facts) -> dict[str, Any]:

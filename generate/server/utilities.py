@@ -90,9 +90,9 @@ def count_chat(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
     return _count(chat.parse(fields, facts).task, llm)
 
 
-def count_response(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
-    """Input tokens of a request of Responses."""
-    return {"object": "response.input_tokens"} | _count(responses.parse(Store(), fields, facts).task, llm)
+def count_response(store: Store, fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
+    """Input tokens of a request of Responses, with those of the conversation that it goes on from."""
+    return {"object": "response.input_tokens"} | _count(responses.parse(store, fields, facts).task, llm)
 
 
 def count_messages(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:

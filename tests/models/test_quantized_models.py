@@ -507,7 +507,7 @@ def test_a_full_disk_is_seen_first(out, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(outputs.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     assert main(["quantize", source("qwen3"), str(tmp_path / out)]) == 1
     err = capsys.readouterr().err
-    assert re.search(r"the result takes 0\.\d MB, .* has 0.0 MB for it; free some, or choose a smaller format", err)
+    assert re.search(r"the result takes [\d.]+ [KM]B, .* has 1.0 KB for it; free some, or choose a smaller format", err)
     assert not list(tmp_path.iterdir())
 
 

@@ -168,6 +168,36 @@ def test_effort_turns_thinking_on_and_off(scripted, effort, thinks):
     assert ("<think>" in scripted.llm.prompts[-1]) == thinks
 
 
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({"thinking": {"type": "enabled"}}, True),
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"enable_thinking": True}, True),
+        ({"enable_thinking": False, "reasoning_effort": "high"}, False),
+        ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": True}}, True),
+        ({"thinking": {}, "reasoning_effort": "high"}, True),
+    ],
+)
+def test_switches_of_thinking(scripted, fields, thinks):
+    """Clients add them to a request, as other servers of OpenAI's API take them."""
+    assert ask(scripted, **fields).status_code == 200
+    assert ("<think>" in scripted.llm.prompts[-1]) == thinks
+    assert "it must be one of enabled" in ask(scripted, thinking={"type": "no"}).json()["error"]["message"]
+
+
+def test_a_call_in_the_earlier_form_is_rendered(scripted):
+    """Messages of the role function, which give its result, were read before."""
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    result = {"role": "function", "name": "add", "content": "2"}
+    prompts = []
+    for message in ({"function_call": call}, {"tool_calls": [{"id": "", "type": "function", "function": call}]}):
+        ask(scripted, messages=[*USER, {"role": "assistant", "content": None, **message}, result])
+        prompts.append(scripted.llm.prompts[-1])
+    assert prompts[0] == prompts[1]
+    assert '"add"' in prompts[0]
+
+
 def test_messages_of_every_kind_are_rendered(scripted):
     arguments = {"name": "add", "arguments": '{"a": 1}'}
     ask(
@@ -227,6 +257,11 @@ def test_whole_numbers_may_be_written_as_floats(scripted):
         ({"ignore_eos": True}, "ignore_eos"),
         ({"min_tokens": 5}, "min_tokens"),
         ({"mirostat": 2}, "mirostat"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"stop_token_ids": [2]}, "stop_token_ids"),
+        ({"allowed_token_ids": [2]}, "allowed_token_ids"),
+        ({"bad_words": ["no"]}, "bad_words"),
+        ({"logits_processors": ["a"]}, "logits_processors"),
         ({"guided_json": {}}, "guided_json"),
         ({"grammar": "root ::= 'a'"}, "grammar"),
         ({"json_schema": {"type": "object"}}, "json_schema"),
@@ -270,6 +305,7 @@ def test_what_asks_for_nothing_is_ignored(scripted, stream):
     neutral = {"xtc_probability": 0, "dry_multiplier": 0.0, "ignore_eos": False, "typical_p": 1.0, "top_n_sigma": -1}
     unknown = {"verbosity": "low", "safety_identifier": "a", "prediction": {"type": "content"}, "service_tier": "auto"}
     neutral |= {"functions": [], "function_call": "auto"}
+    neutral |= {"use_beam_search": False, "stop_token_ids": [], "allowed_token_ids": None, "bad_words": []}
     grammars = {"grammar": "", "json_schema": {}, "guided_json": "", "guided_regex": "", "guided_choice": []}
     neutral |= grammars | {"guided_grammar": None, "structured_outputs": {}}
     assert ask(scripted, stream=stream, **neutral, **unknown).status_code == 200

@@ -77,9 +77,12 @@ def test_responses_follow_a_schema(nonsense):
     assert (body["text"], body["status"]) == (text, "completed")
 
 
-def test_messages_follow_a_schema(nonsense):
-    output = {"format": {"type": "json_schema", "schema": SCHEMA}}
-    fields = {"max_tokens": 1000, "messages": USER, "output_config": output, **SAMPLING}
+@pytest.mark.parametrize("place", ["output_config", "output_format"])
+def test_messages_follow_a_schema(nonsense, place):
+    """The schema's place in Anthropic's API, and where it was while it was a beta."""
+    form = {"type": "json_schema", "schema": SCHEMA}
+    output = {"output_config": {"format": form}} if place == "output_config" else {"output_format": form}
+    fields = {"max_tokens": 1000, "messages": USER, **output, **SAMPLING}
     body = nonsense.post("/v1/messages", json=fields).json()
     assert follows(body["content"][0]["text"])
     assert body["stop_reason"] == "end_turn"
@@ -140,10 +143,11 @@ def test_reasoning_comes_before_the_schema(nonsense):
 
 
 @pytest.mark.parametrize("effort", ["minimal", "low"])
-def test_a_low_effort_ends_the_reasoning(nonsense, effort):
+@pytest.mark.parametrize("budget", [{"thinking_budget": 30}, {"thinking": {"type": "enabled", "budget_tokens": 30}}])
+def test_a_low_effort_ends_the_reasoning(nonsense, effort, budget):
     body = nonsense.post(
         "/v1/chat/completions",
-        json={"messages": USER, **SAMPLING, "reasoning_effort": effort, "max_tokens": 700, "thinking_budget": 30},
+        json={"messages": USER, **SAMPLING, "reasoning_effort": effort, "max_tokens": 700, **budget},
     ).json()
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 30 + len("\n</think>\n\n")
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import socket
+import threading
 
 import pytest
 from serving import serving
@@ -50,9 +52,31 @@ def test_what_is_refused(url, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     for flags, code, said in (
         (["--url", url], 1, "codex is not installed"),
-        (["--url", "http://127.0.0.1:9"], 1, "start one first"),
+        (
+            ["--url", "http://127.0.0.1:9"],
+            1,
+            "error: no server answers at http://127.0.0.1:9 (Connection refused); start one first: "
+            "python -m generate serve --model MODEL\n",
+        ),
         (["--url", "localhost"], 2, "must be a URL"),
         (["--url", "http://127.0.0.1:99999"], 2, "must be a URL"),
     ):
         assert main(["launch", "codex", *flags]) == code
         assert said in capsys.readouterr().err
+
+
+def test_what_speaks_no_http_is_refused(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"220 mail.example.com ESMTP\r\n")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        assert main(["launch", "codex", "--url", url]) == 1
+        answering.join()
+    assert capsys.readouterr().err == f"error: the server at {url} lists no models as OpenAI's API does\n"

@@ -155,6 +155,75 @@ def test_wrong_fields_are_refused_in_the_dialects_envelope(scripted, fields):
     assert body["request_id"] == response.headers["request-id"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"system": 5}, "system"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "content": 5}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": 5}]}]},
+            "messages[0].content[0].content",
+        ),
+    ],
+)
+def test_what_may_be_text_or_a_list_is_refused_with_both(scripted, fields, name):
+    assert ask(scripted, **fields).json()["error"]["message"] == f"{name} is 5; it must be text or a list"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"stop_sequences": "x"},
+            "stop_sequences is 'x'; it must be a list of texts, each of at least one character",
+        ),
+        (
+            {"stop_sequences": [""]},
+            "stop_sequences is ['']; it must be a list of texts, each of at least one character",
+        ),
+        ({"thinking": {"type": "foo"}}, "thinking.type is 'foo'; it must be one of enabled, disabled, adaptive"),
+        ({"thinking": {}}, "thinking.type is missing; it must be one of enabled, disabled, adaptive"),
+    ],
+)
+def test_what_anthropics_api_does_not_know_is_refused(scripted, fields, words):
+    response = ask(scripted, **fields)
+    assert (response.status_code, response.json()["error"]["message"]) == (400, words)
+    assert ask(scripted, stop_sequences=["x", "y"], thinking={"type": "disabled"}).status_code == 200
+    assert ask(scripted, stop_sequences=[], thinking=None).status_code == 200
+
+
+def test_what_only_anthropics_servers_ran_is_left_out(scripted):
+    """A conversation that was begun there goes on here."""
+    kinds = ("server_tool_use", "web_fetch_tool_result", "bash_code_execution_tool_result", "mcp_tool_result")
+    blocks = [*({"type": kind, "id": "x"} for kind in kinds), {"type": "text", "text": "Done."}]
+    prompts = []
+    for content in (blocks, "Done."):
+        assert ask(scripted, messages=[*USER, {"role": "assistant", "content": content}, *USER]).status_code == 200
+        prompts.append(scripted.llm.prompts[-1])
+    assert prompts[0] == prompts[1]
+
+
+@pytest.mark.parametrize("path", [URL, f"{URL}/count_tokens"])
+def test_what_only_anthropics_servers_run_is_refused(scripted, path):
+    """A reply without the tools of a server, or the files of a container, would answer another question."""
+
+    def said(**fields):
+        response = scripted.post(path, json={"model": "any", "max_tokens": 9, "messages": USER, **fields})
+        return response.status_code, response.json().get("error", {}).get("message", "")
+
+    server = {"authorization_token": "sk-secret", "type": "url", "url": "https://example.com", "name": "files"}
+    status, message = said(mcp_servers=[server])
+    assert (status, message.partition(";")[0]) == (400, "mcp_servers has 1 entry")
+    assert "secret" not in message
+    assert said(mcp_servers=5) == (400, "mcp_servers is 5; it must be a list")
+    for container in ("container_1", {"id": "container_1"}, {"skills": [{"skill_id": "pdf"}]}):
+        status, message = said(container=container)
+        assert (status, message) == (400, f"container is {container!r}; no code is run here; leave it out")
+    for nothing in ({"mcp_servers": []}, {"mcp_servers": None, "container": None}, {"container": {}}):
+        assert said(**nothing)[0] == 200
+
+
 def test_an_error_within_a_stream_is_an_event(scripted):
     scripted.llm.error = RuntimeError("secret")
     response = ask(scripted, stream=True)

@@ -9,6 +9,7 @@ from wires import named
 URL = "/v1/responses"
 CALL = '<tool_call>\n{"name": "NAME", "arguments": {"a": 1}}\n</tool_call>'
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
+USER = [{"role": "user", "content": "Hello?"}]
 
 
 def ask(client, **fields):
@@ -150,6 +151,37 @@ def test_a_conversation_goes_on_from_a_response(scripted):
         assert (response.status_code, response.json()["error"]["code"]) == (404, "previous_response_not_found")
 
 
+def test_tokens_of_a_conversation_that_goes_on_are_counted(scripted):
+    first = ask(scripted).json()
+    more = {"input": "And now?", "previous_response_id": first["id"]}
+    counted = scripted.post(f"{URL}/input_tokens", json=more).json()
+    assert counted["input_tokens"] == ask(scripted, **more).json()["usage"]["input_tokens"]
+    assert counted["input_tokens"] > first["usage"]["input_tokens"] + len("And now?")
+
+
+def test_items_can_be_named_by_their_ids(scripted):
+    """The AI SDK sends the ids of what a stored response holds, and not the items."""
+    scripted.llm.text = "Hm.</think>" + "Yes." + CALL.replace("NAME", "add")
+    user = {"role": "user", "content": "Hello?"}
+    first = ask(scripted, input=[user], tools=[ADD], reasoning={"effort": "low"}).json()
+    items = first["output"]
+    assert [item["type"] for item in items] == ["reasoning", "message", "function_call"]
+    result = {"type": "function_call_output", "call_id": items[2]["call_id"], "output": "2"}
+    named = [{"type": "item_reference", "id": item["id"]} for item in items]
+    prompts = []
+    for sent in (items, named):
+        response = ask(scripted, input=[user, *sent, result], tools=[ADD])
+        assert response.status_code == 200
+        prompts.append(scripted.llm.prompts[-1])
+    assert prompts[0] == prompts[1]
+    assert "Yes." in prompts[0]
+    assert scripted.delete(f"{URL}/{first['id']}").status_code == 200
+    error = ask(scripted, input=[user, *named, result]).json()["error"]
+    assert error["message"] == (
+        f"input[1].id is {items[0]['id']!r}; no response that is kept has this item; send the item itself"
+    )
+
+
 def test_a_response_that_is_not_stored(scripted):
     for method in ("GET", "DELETE"):
         response = scripted.request(method, f"{URL}/resp_unknown")
@@ -268,17 +300,86 @@ def test_a_reply_that_was_cut(scripted, fields, status, event):
     [
         ({"input": 5}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, None),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"name": "add", "parameters": {}}]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [{"name": "b"}]}]}, "tools[0].tools[0].type"),
         ({"metadata": 3}, "metadata"),
     ],
 )
 def test_wrong_fields_are_refused_by_name(scripted, fields, param):
     response = ask(scripted, **fields)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_items_of_an_unknown_type_are_refused(scripted):
+    for items, at in (([{"type": "foo"}], 0), ([USER[0], {"type": "compaction_trigger"}], 1)):
+        response = ask(scripted, input=items)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, f"input[{at}].type")
+        assert error["message"] == (
+            f"input[{at}].type is {items[at]['type']!r}; supported are message, reasoning, function_call, "
+            "function_call_output, custom_tool_call, custom_tool_call_output, agent_message"
+        )
+
+
+def test_a_message_of_another_agent_is_read(scripted):
+    """Codex gives an agent its task so, where it runs several."""
+    task = {"type": "agent_message", "author": "/root", "recipient": "/root/a"}
+    given = [{"type": "input_text", "text": "Count"}, {"type": "input_text", "text": "files."}]
+    secret = {"type": "encrypted_content", "encrypted_content": "x"}
+    items = [task | {"content": [secret]}, task | {"content": [given[0], secret, given[1]]}]
+    assert ask(scripted, input=items).status_code == 200
+    assert scripted.llm.prompts[-1].startswith("<|im_start|>user\nCount\nfiles.<|im_end|>")
+    image = ask(scripted, input=[task | {"content": [{"type": "input_image", "image_url": "x"}]}])
+    assert image.json()["error"]["param"] == "input[0].content[0].type"
+
+
+def test_items_that_only_other_servers_read_are_left_out(scripted):
+    """A conversation that was begun at OpenAI goes on here: what its servers ran or encrypted is in it."""
+    ask(scripted, input=USER)
+    kinds = ("web_search_call", "local_shell_call", "mcp_call", "compaction", "ghost_snapshot", "tool_search_output")
+    items = [{"type": kind, "id": "x", "encrypted_content": "x", "status": "completed"} for kind in kinds]
+    assert ask(scripted, input=[*items, *USER]).status_code == 200
+    assert scripted.llm.prompts[-1] == scripted.llm.prompts[-2]
+
+
+@pytest.mark.parametrize(
+    ("items", "name"),
+    [
+        (5, "input"),
+        ([{"role": "user", "content": 5}], "input[0].content"),
+        ([{"type": "function_call_output", "call_id": "c", "output": 5}], "input[0].output"),
+    ],
+)
+def test_what_may_be_text_or_a_list_is_refused_with_both(scripted, items, name):
+    error = ask(scripted, input=items).json()["error"]
+    assert (error["message"], error["param"]) == (f"{name} is 5; it must be text or a list", name)
+
+
+def test_a_request_without_input(scripted):
+    """Its reply was one to an empty message of the user."""
+    for none, words in (
+        ({}, "is missing; it must be text or a list"),
+        ({"input": []}, "is []; it must have at least one item"),
+    ):
+        response = scripted.post(URL, json={"instructions": "Be brief.", **none})
+        assert (response.status_code, response.json()["error"]["message"]) == (400, f"input {words}")
+    first = ask(scripted, input="").json()
+    for none in ({}, {"input": None}, {"input": []}):
+        assert scripted.post(URL, json={"previous_response_id": first["id"], **none}).status_code == 200
+        assert scripted.llm.prompts[-1].count("<|im_start|>user") == 1
+
+
+def test_max_tool_calls_limits_no_function(scripted):
+    """OpenAI counts the calls of tools that its own servers run by it, and none of a client's functions."""
+    scripted.llm.text = 2 * CALL.replace("NAME", "add")
+    response = ask(scripted, tools=[ADD, {"type": "web_search"}], max_tool_calls=1)
+    assert [item["type"] for item in response.json()["output"]] == ["function_call"] * 2
 
 
 def test_the_sdk_reads_replies_and_streams(scripted):
