@@ -5,7 +5,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -296,12 +296,12 @@ class LLM:
     def logits(self, prompt: Prompt) -> np.ndarray:
         """Compute the logits after each token of `prompt` (text or token ids): (T, vocab) float32."""
         ids = self._ids(prompt)
-        return self._submit(lambda: logits_of(self._engine.model, ids, self.context)).result()
+        return self._submit_steps(lambda model: logits_of(model, ids, self.context)).result()
 
     async def alogits(self, prompt: Prompt) -> np.ndarray:
         """Compute the logits after each token of `prompt` (text or token ids): (T, vocab) float32, awaited."""
         ids = self._ids(prompt)
-        return await asyncio.wrap_future(self._submit(lambda: logits_of(self._engine.model, ids, self.context)))
+        return await asyncio.wrap_future(self._submit_steps(lambda model: logits_of(model, ids, self.context)))
 
     async def ascore(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
         """Score each token of `prompt` but the first, with the `top` best alternatives, awaited.
@@ -309,14 +309,8 @@ class LLM:
         Cancelling the task that waits ends the work at the next step.
         """
         top = rules.whole(0).accept("top", top)
-        ids, cancel = self._ids(prompt), threading.Event()
-        self._running.add(cancel)
-        try:
-            return await asyncio.wrap_future(
-                self._submit(lambda: score(self._engine.model, ids, self.context, top, cancel))
-            )
-        finally:
-            cancel.set()
+        ids = self._ids(prompt)
+        return await asyncio.wrap_future(self._submit_steps(lambda model: score(model, ids, self.context, top)))
 
     def attention_to(self, tokens: Sequence[int], queries: int, cancel: threading.Event) -> np.ndarray:
         """Measure the attention that the last `queries` of `tokens` give to each: (T,) float32.
@@ -325,7 +319,7 @@ class LLM:
         """
         queries = rules.whole(1).accept("queries", queries)
         job = partial(attention_to, tokens=tokens, queries=queries, context=self.context, cancel=cancel)
-        return self._submit(lambda: job(self._engine.model)).result()
+        return self._submit_steps(job).result()
 
     def held(self, prompt: Prompt) -> int:
         """Count the first tokens of `prompt` (text or token ids) that a slot or the prefix cache holds."""
@@ -335,7 +329,7 @@ class LLM:
     # -- the owner thread ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Cancel what runs, end the owner thread and free the model; in a forked process, do nothing."""
+        """Cancel replies, end other work with BimetalError, and free the model; in a forked process, do nothing."""
         if self._shut.alive and self._owner.is_here:
             for cancel in list(self._running):
                 cancel.set()
@@ -364,6 +358,7 @@ class LLM:
         self._engine.drain()
         stream = getattr(self._engine.model, "expert_stream", None)
         self._owner.turn = lambda: False
+        self._owner.end_long()
         if self._engine.prefixes is not None:
             self._engine.prefixes.close()
         del self._engine
@@ -401,6 +396,15 @@ class LLM:
     def _submit(self, job: Callable[[], Any]) -> Any:
         self._check_open()
         return self._owner.submit(job)
+
+    def _submit_steps(self, steps: Callable[[Model], Generator[None, None, Any]]) -> Any:
+        """Have the owner thread run a generator over the model; between its steps replies go on."""
+
+        def run() -> Generator[None, None, Any]:
+            return (yield from steps(self._engine.model))  # at its first step
+
+        self._check_open()
+        return self._owner.submit(run())
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

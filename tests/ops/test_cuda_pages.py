@@ -1,6 +1,7 @@
 """Pages of a pool: growth at their edges, release and reuse, what runs out, and the bits of contiguous caches."""
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from common.errors import BimetalError, NoRoomError
 from common.fit import layer_size, predict_run
 from common.models.drafts import load_pair
 from common.options import GenerationOptions
-from common.scores import score
+from common.scores import completed, score
 from common.sequence import Call, Sequence
 from common.slot import Slot
 from common.step import MAX_DECODE_ROWS, Step
@@ -243,11 +244,12 @@ def test_a_cancelled_prompt_gives_its_pages_back(ops, monkeypatch):
 def test_scores_take_memory_for_their_tokens_alone(ops):
     """Beside slots that have taken nearly all of it, for a whole context."""
     model, ids = tiny.load("qwen3", ops), tiny.golden("qwen3")["ids"][:40].tolist()
-    expected = score(model, ids, 20_000, 0), attention_to(model, ids, 8, 20_000)  # takes what steps compute
+    ways = partial(score, model, ids, 20_000), partial(attention_to, model, ids, 8, 20_000)
+    expected = [completed(way()) for way in ways]  # takes what steps compute
     memory.give_back()
     memory.limit(cupy.get_default_memory_pool().total_bytes() + (1 << 20))
     try:
-        found = score(model, ids, 20_000, 0), attention_to(model, ids, 8, 20_000)
+        found = [completed(way()) for way in ways]
     finally:
         memory.limit(0)
     assert found[0] == expected[0]
