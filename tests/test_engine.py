@@ -751,6 +751,23 @@ def test_a_stored_prefix_gives_the_bits_of_reading_it(monkeypatch):
         assert np.array_equal(hit.after, miss.after)
 
 
+@pytest.mark.parametrize("error", [NoRoomError, MemoryError])
+def test_a_state_that_cannot_be_kept_ends_no_reply(error, monkeypatch, capsys):
+    """At a cut of a prompt, and at the reply's end."""
+    model = tiny.load("llama", NumpyOps())
+    expected = alone(model, list(range(5, 45)), max_tokens=6)
+
+    def save_rows(*of):
+        raise error("no memory is free")
+
+    monkeypatch.setattr(State, "save_rows", save_rows)
+    engine = Engine(model, Ids(), CONTEXT, prefixes=PrefixCache(b"a test", 10**9))
+    (reply,) = drain(engine, [submit(engine, list(range(5, 45)), shared=30, max_tokens=6)])
+    assert (reply.tokens, reply.error) == (expected.tokens, None)
+    said = [f"a state of {n} tokens is not kept for later prompts: no memory is free" for n in (30, 45)]
+    assert capsys.readouterr().err.splitlines() == said
+
+
 def test_a_state_that_was_restored_in_part_is_not_reused(monkeypatch):
     """The slot holds a beginning of the stored prompt; the next prompt goes on from that beginning."""
     model, cache = tiny.load("llama", NumpyOps()), PrefixCache(b"a test", 10**9)

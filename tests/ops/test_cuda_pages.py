@@ -9,7 +9,7 @@ import tiny
 from test_cuda_pool import Beside, Ids
 
 import generate
-from common import slot
+from common import saving
 from common.attention_scores import attention_to
 from common.engine import Engine
 from common.errors import BimetalError, NoRoomError
@@ -174,7 +174,7 @@ def test_a_long_state_moves_in_little_memory(ops, monkeypatch):
     grow(held.state, 1900)
     before = {name: random.integers(0, 255, array.shape, np.uint8) for name, array in held.state.save().items()}
     held.state.load(before, 1900)
-    monkeypatch.setattr(slot, "MOVED", PAGE)
+    monkeypatch.setattr(saving, "MOVED", PAGE)
     monkeypatch.setattr(planes, "COPIED", pool.pages.block)
     memory.give_back()
     memory.limit(cupy.get_default_memory_pool().total_bytes() + 2 * pool.pages.block)
