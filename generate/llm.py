@@ -131,9 +131,10 @@ class LLM:
         self.draft_path = None if draft is None else resolve_draft(draft, checkpoint, self._progress)
         self._running: weakref.WeakSet[threading.Event] = weakref.WeakSet()
         self._headers: dict[tuple[str, str], list[int]] = {}
+        self._loaded: Engine | None = None
         self._owner = Owner(f"bimetal {self.path.name}", leave_thread)
         self._shut = weakref.finalize(self, _shut, self._owner, self._running)  # also at exit, and when dropped
-        self._engine: Engine = self._owner.submit(lambda: self._load(checkpoint, options, placement, window)).result()
+        self._loaded = self._owner.submit(lambda: self._load(checkpoint, options, placement, window)).result()
 
     def _load(
         self, checkpoint: Checkpoint, options: LoadOptions, placement: Placement, window: GenerationOptions | None
@@ -344,24 +345,25 @@ class LLM:
 
         On CUDA the costs of the last few steps may be missing: the thread that owns the model counts them later.
         """
-        engine = getattr(self, "_engine", None)
+        engine = self._loaded
         stream = None if engine is None else getattr(engine.model, "expert_stream", None)
         return None if stream is None else stream.residency.counters.stats()
 
     def _free(self) -> None:
         """Drop the model; if `expert_profile` names a file, write how often each expert was used."""
-        if not hasattr(self, "_engine"):  # two threads have closed it
+        engine = self._loaded
+        if engine is None:  # two threads have closed it
             return
-        self._engine.close()
+        engine.close()
         for cancel in list(self._running):  # of a call that came since
             cancel.set()
-        self._engine.drain()
-        stream = getattr(self._engine.model, "expert_stream", None)
+        engine.drain()
+        stream = getattr(engine.model, "expert_stream", None)
         self._owner.turn = lambda: False
         self._owner.end_long()
-        if self._engine.prefixes is not None:
-            self._engine.prefixes.close()
-        del self._engine
+        if engine.prefixes is not None:
+            engine.prefixes.close()
+        self._loaded = engine = None
         if stream is not None:
             stream.close()
             save_profile(self._options, stream)
@@ -374,8 +376,19 @@ class LLM:
 
     def _check_open(self) -> None:
         if not self._shut.alive:
-            raise BimetalError(f"{self.path.name} is closed; load it again")
+            raise self._closed()
         self._owner.check()
+
+    def _closed(self) -> BimetalError:
+        return BimetalError(f"{self.path.name} is closed; load it again")
+
+    @property
+    def _engine(self) -> Engine:
+        """The engine; raises BimetalError if another thread has closed the model since `_check_open`."""
+        engine = self._loaded
+        if engine is None:
+            raise self._closed()
+        return engine
 
     def warm_up(self) -> None:
         """Compile kernels and capture graphs for steps of each size while no call runs; returns when all are ready.

@@ -534,6 +534,37 @@ def test_a_closed_model_refuses_and_its_stream_ends(folder):
     llm.close()  # twice is once
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        lambda llm: llm.generate("hello"),
+        lambda llm: asyncio.run(llm.agenerate("hello")),
+        lambda llm: llm.logits("hello"),
+        lambda llm: asyncio.run(llm.ascore("hello")),
+        lambda llm: llm.held("hello"),
+        lambda llm: llm.warm_up(),
+        lambda llm: asyncio.run(llm.acheck()),
+        lambda llm: llm.activity,
+        lambda llm: llm.step_tokens,
+    ],
+)
+@pytest.mark.parametrize("ends", [True, False], ids=["thread ended", "model freed"])
+def test_a_model_that_another_thread_closes_during_a_call_refuses_it(folder, monkeypatch, entry, ends):
+    """After the call has found it open: when all is closed, or between freeing the model and the thread's end."""
+    llm = generate.load(str(folder), backend="numpy")
+    check, once = llm._check_open, [llm.close if ends else lambda: llm._owner.put(llm._free).result(10)]
+
+    def checked():
+        check()
+        if once:
+            once.pop()()
+
+    monkeypatch.setattr(llm, "_check_open", checked)
+    with pytest.raises(BimetalError, match="is closed"):
+        entry(llm)
+    llm.close()
+
+
 def test_a_dropped_model_is_freed_with_its_thread(folder):
     llm = generate.load(str(folder), backend="numpy")
     llm.generate("hello", max_tokens=2)
