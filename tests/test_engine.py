@@ -27,6 +27,7 @@ from common.prefix_cache import PrefixCache
 from common.reference import NumpyOps
 from common.schedule import VERIFY_ROWS, BusyError
 from common.sequence import Call, Sequence
+from common.slot import Slot
 from common.step import State, Step
 
 CONTEXT, MASK = 400, 90
@@ -544,6 +545,27 @@ def test_calls_that_wait_end_where_a_failed_backend_has_no_memory_left(monkeypat
     (again,) = drain(engine, [submit(engine, [5, 6, 7], max_tokens=12)])
     assert again.tokens == alone(model, [5, 6, 7], max_tokens=12).tokens
     assert engine.slots[0].state.pool is engine.memory.pool
+
+
+def test_calls_that_wait_end_where_a_slot_cannot_be_emptied_for_them(monkeypatch):
+    """Nothing runs, so that nobody would turn the engine for them."""
+    model = tiny.load("llama", NumpyOps())
+    engine = Engine(model, Ids(), CONTEXT, parallel=2)
+    drain(engine, [submit(engine, [5, 6, 7], max_tokens=2)])
+    engine.reset()
+    waiting = [submit(engine, [5, 6, 30 + n], max_tokens=12) for n in range(3)]
+
+    def broken(*of):
+        raise RuntimeError("an illegal address")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Slot, "reset", broken)
+        engine.drain()
+    said = "the numpy backend failed, and all replies in progress ended: an illegal address"
+    assert [str(reply.error) for reply in waiting] == [said] * 3
+    assert engine.load == (0, 0)
+    (again,) = drain(engine, [submit(engine, [5, 6, 7], max_tokens=12)])
+    assert again.tokens == alone(model, [5, 6, 7], max_tokens=12).tokens
 
 
 def test_a_caller_whose_end_fails_ends_alone(capsys):
