@@ -69,12 +69,19 @@ def warm_up_beside(llm: "LLM") -> None:
     threading.Thread(target=run, name="bimetal warm-up", daemon=True).start()
 
 
-def _shut(owner: Owner, running: Iterable[threading.Event]) -> None:
-    if not owner.is_here:
-        return
-    for cancel in list(running):
-        cancel.set()
-    owner.close()
+Running = weakref.WeakValueDictionary[int, threading.Event]  # what cancels each call, by its id
+
+
+def _cancel(running: Running) -> None:
+    for held in running.valuerefs():  # a list: calls may begin in other threads meanwhile
+        if (cancel := held()) is not None:
+            cancel.set()
+
+
+def _shut(owner: Owner, running: Running) -> None:
+    if owner.is_here:
+        _cancel(running)
+        owner.close()
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,7 @@ class LLM:
         if check is not None:
             check(self.tokenizer)
         self.draft_path = None if draft is None else resolve_draft(draft, checkpoint, self._progress)
-        self._running: weakref.WeakSet[threading.Event] = weakref.WeakSet()
+        self._running: Running = weakref.WeakValueDictionary()
         self._headers: dict[tuple[str, str], list[int]] = {}
         self._loaded: Engine | None = None
         self._owner = Owner(f"bimetal {self.path.name}", leave_thread)
@@ -332,8 +339,7 @@ class LLM:
     def close(self) -> None:
         """Cancel replies, end other work with BimetalError, and free the model; in a forked process, do nothing."""
         if self._shut.alive and self._owner.is_here:
-            for cancel in list(self._running):
-                cancel.set()
+            _cancel(self._running)
             freed = self._owner.put(self._free)
             self._shut()
             if freed.done():
@@ -355,8 +361,7 @@ class LLM:
         if engine is None:  # two threads have closed it
             return
         engine.close()
-        for cancel in list(self._running):  # of a call that came since
-            cancel.set()
+        _cancel(self._running)  # also a call that came since
         engine.drain()
         stream = getattr(engine.model, "expert_stream", None)
         self._owner.turn = lambda: False
@@ -492,7 +497,7 @@ class LLM:
             turns = prompt.turns
             marks = {turns.system: "system", turns.begun: "turn"}
             call = Call(prompt.tokens, how, put_parsed, ended, cancel, turns.shared, marks, turns.replies)
-            self._running.add(cancel)
+            self._running[id(cancel)] = cancel
             self._engine.submit(call)
             self._owner.wake()
 

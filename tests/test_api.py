@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 import weakref
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -563,6 +564,28 @@ def test_a_model_that_another_thread_closes_during_a_call_refuses_it(folder, mon
     with pytest.raises(BimetalError, match="is closed"):
         entry(llm)
     llm.close()
+
+
+def test_calls_that_begin_while_a_model_is_closed_keep_it_from_nothing(folder):
+    """Between any two lines by which the calls in progress are found."""
+    llm = generate.load(str(folder), backend="numpy")
+    streams = [llm.stream("hello") for _ in range(3)]
+
+    def begin(frame, event, argument):
+        if "weakref" in frame.f_code.co_filename and len(streams) < 40:
+            with suppress(BimetalError):  # it is closed by then
+                streams.append(llm.stream("hello"))
+        return begin
+
+    before = sys.gettrace()
+    sys.settrace(begin)
+    try:
+        llm.close()
+    finally:
+        sys.settrace(before)
+    assert len(streams) > 3
+    assert all(stream.reply().finish_reason for stream in streams)
+    assert not llm._owner._thread.is_alive()
 
 
 def test_a_dropped_model_is_freed_with_its_thread(folder):
