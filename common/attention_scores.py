@@ -1,7 +1,7 @@
 """Attention of the last tokens of a text to each of its tokens, as a model's full attention layers have it."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,8 +48,10 @@ class _Tap:
 
 def attention_to(
     model: Model, tokens: Sequence[int], queries: int, context: int, cancel: threading.Event | None = None
-) -> np.ndarray:
+) -> Generator[None, None, np.ndarray]:
     """The share of attention that the last `queries` of `tokens` give to each: (T,) float32.
+
+    A step of the model, or the shares of a layer, are computed between two `yield`s.
 
     Of each query the largest share of any layer and head counts; the shares of the queries are averaged. The model
     runs on its backend, where all rows but the last FULL may leave out keys, and the shares are computed on the host,
@@ -73,11 +75,13 @@ def attention_to(
         asked, keys, scales = _read(model, state, step, end <= sparse, end == len(ids))
         parts.append([key.astype(np.float16) for key in keys])
         at = end
+        yield
     if not scales:
         raise UsageError(f"{model.architecture} has no layers whose attention could score a prompt; use another model")
     best = np.zeros((len(ids) - first, len(ids)), np.float32)
     for q, layer, scale in zip(asked, zip(*parts, strict=True), scales, strict=True):
         best = np.maximum(best, _shares(q, np.concatenate(layer).astype(np.float32), scale))
+        yield
     return best.mean(axis=0)
 
 

@@ -133,7 +133,7 @@ class Engine:
             if self.running:
                 self._turn()
         except Exception as error:
-            if not (self.running or self.suspended):
+            if not (self.running or self.suspended or self.waiting):
                 raise
             self._fail(error)
         if not self._launches_next:
@@ -215,13 +215,13 @@ class Engine:
 
     def _collect(self) -> None:
         """Take in what was submitted, end what was cancelled, and begin what may begin."""
-        if self._forgets:
-            self._forgets = False
-            self.memory.reset([each.slot for each in (*self.running, *self.suspended)])
         if self._inbox:
             self.deliver()  # to begin a call may take long
         while self._inbox:
             self.waiting.append(self._inbox.popleft())
+        if self._forgets:
+            self._forgets = False
+            self.memory.reset([each.slot for each in (*self.running, *self.suspended)])
         live = *self.running, *self.waiting, *self.suspended
         for each in [each for each in live if each.call.cancel.is_set()]:
             each.reason = "cancelled"
@@ -456,12 +456,15 @@ class Engine:
         self._share_rows()
 
     def _fail(self, error: Exception) -> None:
-        """End all replies in progress: after a failure of the backend the contents of all states are unknown."""
+        """End all replies in progress: after a failure of the backend the contents of all states are unknown.
+
+        If there are none, those that wait end, since nobody would turn the engine for them.
+        """
         failed = BimetalError(f"the {self.model.ops.name} backend failed, and all replies in progress ended: {error}")
         failed.__cause__ = error
         self._launched.clear()
         clear_frames(error.__traceback__)  # which hold what the backend's memory is full of
-        for sequence in (*self.running, *self.suspended):
+        for sequence in (*self.running, *self.suspended) or tuple(self.waiting):
             self._end(sequence, failed)
         self._rows = RowRunner(self.target.decoding)
         self.memory.renew()

@@ -4,6 +4,7 @@ Rows of keys and values are kept in pages of PAGE tokens, which texts with an eq
 (delta matrices, convolution tails, windows) is kept whole as a point, at the lengths of the entries alone.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -14,7 +15,7 @@ import numpy as np
 from common.errors import BimetalError
 from common.prefix_tree import PAGE, Entry, Page, chained_key, overlapping, page_part, root_key
 from common.reading import GRID_POINTS, Reading, common_length
-from common.saving import bytes_after, load, may_save, rows_after
+from common.saving import bytes_after, load, may_save, rows_after, saved_rows
 from common.step import LongStep, Parts, State
 
 
@@ -113,7 +114,10 @@ class PrefixCache:
             length = len(saved.tokens)
             kept = [self.root, *self._path(saved.tokens, state.long_steps)]
             if may_save(state, "turn", bytes_after(state, PAGE * (len(kept) - 1))):
-                self._add(saved.tokens, state, "turn", kept)
+                try:
+                    self._add(saved.tokens, state, "turn", kept)
+                except (BimetalError, MemoryError) as error:
+                    _say_not_kept(length, error)
         best = max(length, more_than)
         branch = max((cut for cut in reading.cuts.tolist() if best < cut <= matched), default=0)
         return Found(length, max(matched, length), branch if state.point_shapes(1) and branch < len(ids) else 0)
@@ -132,7 +136,8 @@ class PrefixCache:
     def offer(self, tokens: Sequence[int], state: State, why: str = "turn") -> None:
         """Keep `state`, which holds exactly `tokens`, if it is new and fits; less valuable states make room.
 
-        While earlier states are still being saved, less is kept: what is left out is read again.
+        While earlier states are still being saved, less is kept: what is left out is read again. A state for whose copy
+        no memory is free is left out with a line on stderr.
         """
         if not state.can_save or not state.length:
             return
@@ -142,20 +147,28 @@ class PrefixCache:
         path = [self.root, *self._path(ids, state.long_steps)]
         if not may_save(state, why, bytes_after(state, PAGE * (len(path) - 1))):
             return
-        entry = self._add(ids, state, why, path)
-        first = None if self.store is None else self.store.first_missing(ids, state.long_steps)
-        if first is not None and self.store is not None:
-            if entry is None:
-                rows, point = [[array] for array in state.save_rows(first, state.length)], state.save_point()
-            else:
-                rows, point = [rows_after(parts, first) for parts in self._rows(entry.page, entry)], entry.point
-            finish = state.when_saved([*point, *(part for parts in rows for part in parts)])
-            self.store.put(Saved(ids, tuple(state.long_steps), first, rows, point, finish))
+        try:
+            self._keep(ids, state, self._add(ids, state, why, path))
+        except (BimetalError, MemoryError) as error:
+            _say_not_kept(len(ids), error)
 
     # -- adding --------------------------------------------------------------------------------------------------------
 
+    def _keep(self, ids: np.ndarray, state: State, entry: Entry | None) -> None:
+        """Put what the slower tier lacks of a state: from `entry`, or if memory has none from the device."""
+        first = None if self.store is None else self.store.first_missing(ids, state.long_steps)
+        if first is None or self.store is None:
+            return
+        rows: Sequence[Parts]
+        if entry is None:
+            rows, point = list(zip(*saved_rows(state, first), strict=True)), state.save_point()
+        else:
+            rows, point = [rows_after(parts, first) for parts in self._rows(entry.page, entry)], entry.point
+        finish = state.when_saved([*point, *(part for parts in rows for part in parts)])
+        self.store.put(Saved(ids, tuple(state.long_steps), first, rows, point, finish))
+
     def _add(self, ids: np.ndarray, state: State, why: str, path: list[Page]) -> Entry | None:
-        """The entry of `state`, new or old; None if the budget is too small.
+        """The entry of `state`, new or old; None if the budget is too small. If saving fails, nothing is added.
 
         path  the root and the kept pages with which `ids` begins; the new ones are added
         """
@@ -172,12 +185,19 @@ class PrefixCache:
             return None
         if not self._make_room(bytes_after(state, PAGE * (len(path) - 1)), path):
             return None
-        for at in range(len(path) - 1, whole):
-            page = self._page(path[-1], ids, at, steps, state.save_rows(at * PAGE, (at + 1) * PAGE))
-            path.append(page)
+        held = len(path)
+        try:
+            for at in range(held - 1, whole):
+                page = self._page(path[-1], ids, at, steps, state.save_rows(at * PAGE, (at + 1) * PAGE))
+                path.append(page)
+            rows = state.save_rows(whole * PAGE, len(ids)) if len(tail) else []
+            point = state.save_point()
+        except BaseException:
+            for page in reversed(path[held:]):
+                self._drop(page)
+            raise
         key = chained_key(path[-1].key, tail, over)
-        rows = state.save_rows(whole * PAGE, len(ids)) if len(tail) else []
-        entry = Entry(key, path[-1], len(ids), tail.copy(), over, rows, state.save_point(), why)
+        entry = Entry(key, path[-1], len(ids), tail.copy(), over, rows, point, why)
         entry.insert(self.entries())
         path[-1].entries[key] = entry
         self.bytes += entry.nbytes
@@ -302,6 +322,10 @@ class PrefixCache:
         """Wait until the slower tier has stored every state that it received."""
         if self.store is not None:
             self.store.close()
+
+
+def _say_not_kept(tokens: int, error: Exception) -> None:
+    print(f"a state of {tokens} tokens is not kept for later prompts: {error}", file=sys.stderr)
 
 
 def _before(reading: Reading, length: int) -> tuple[LongStep, ...]:

@@ -1,10 +1,18 @@
 """Saving a state on the host, and loading it: what a cache of states asks of one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from common.step import LongStep, Parts, Shape, State
+
+MOVED = 1024  # tokens whose rows are moved to the host at a time
+
+
+def saved_rows(state: State, first: int = 0) -> Iterator[list[np.ndarray]]:
+    """Save the rows of the tokens from `first` on, MOVED at a time: a copy takes memory of the device."""
+    for at in range(first, max(state.length, first + 1), MOVED):
+        yield state.save_rows(at, min(at + MOVED, state.length))
 
 
 def load(

@@ -1,7 +1,11 @@
-"""The logits after each token of a text, and the text's log-probabilities."""
+"""The logits after each token of a text, and the text's log-probabilities.
 
-import threading
-from collections.abc import Iterator, Sequence
+The generators of this module compute one step, or a part of one, between two `yield`s, and return the result. Replies
+may be generated meanwhile: a text is read into a state of its own.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -11,27 +15,38 @@ from common.ops import Ops
 from common.pieces import Logprob
 from common.step import Step
 
+T = TypeVar("T")
 PREFILL_ROWS = Ops.prefill_rows  # rows of a step of which all logits are read
+SCORED = 1 << 20  # logits of which the host computes log-probabilities at a time
 
 
-def logits_of(model: Model, tokens: Sequence[int], context: int) -> np.ndarray:
+def completed(steps: Generator[None, None, T]) -> T:
+    """Run a generator to its end, and return its result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            return done.value
+
+
+def logits_of(model: Model, tokens: Sequence[int], context: int) -> Generator[None, None, np.ndarray]:
     """The logits after each of `tokens`, read from an empty state: (T, vocab) float32."""
-    return np.concatenate(list(_steps(model, tokens, context)))
-
-
-def score(
-    model: Model, tokens: Sequence[int], context: int, top: int, cancel: threading.Event | None = None
-) -> list[Logprob]:
-    """Score each of `tokens` but the first, after those before it, with the `top` best alternatives.
-
-    cancel  ends the scores at the next step
-    """
-    scores: list[Logprob] = []
+    read: list[np.ndarray] = []
     for rows in _steps(model, tokens, context):
-        if cancel is not None and cancel.is_set():
-            break
-        following = tokens[len(scores) + 1 : len(scores) + 1 + len(rows)]
-        scores += [Logprob.of(row, token, top) for row, token in zip(rows, following, strict=False)]
+        read.append(rows)
+        yield
+    return np.concatenate(read)
+
+
+def score(model: Model, tokens: Sequence[int], context: int, top: int = 0) -> Generator[None, None, list[Logprob]]:
+    """Score each of `tokens` but the first, after those before it, with the `top` best alternatives."""
+    scores: list[Logprob] = []
+    most = max(SCORED // model.config.vocab, 1)
+    for rows in _steps(model, tokens, context):
+        for part in np.split(rows, range(most, len(rows), most)):
+            following = tokens[len(scores) + 1 : len(scores) + 1 + len(part)]
+            scores += [Logprob.of(row, token, top) for row, token in zip(part, following, strict=False)]
+            yield
     return scores
 
 
@@ -42,5 +57,6 @@ def _steps(model: Model, tokens: Sequence[int], context: int) -> Iterator[np.nda
     state = model.new_state(len(ids))  # whose memory lies beside that of the slots
     for at in range(0, len(ids), PREFILL_ROWS):
         chunk = np.asarray(ids[at : at + PREFILL_ROWS], np.int32)
-        yield model.ops.read(model.forward(state, Step.chain(chunk, at)))
-        state.commit(np.arange(len(chunk)))
+        rows = model.ops.read(model.forward(state, Step.chain(chunk, at)))
+        state.commit(np.arange(len(chunk)))  # before steps of other states
+        yield rows

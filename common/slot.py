@@ -10,9 +10,8 @@ from common.models import Model
 from common.ops import Array
 from common.prefix_cache import Found
 from common.reading import Reading
+from common.saving import saved_rows
 from common.step import LongStep, Pool, Snapshot, State
-
-MOVED = 1024  # tokens whose rows are moved to the host at a time
 
 
 class Prefixes(Protocol):
@@ -145,11 +144,11 @@ class Slot:
 
 
 def _in_parts(state: State) -> dict[str, Any]:
-    """`State.save` of MOVED tokens at a time: a copy takes memory of the device, of which little is left."""
+    """`State.save` in parts, each once the one before is complete: little memory of the device is left."""
     rows = list[list[np.ndarray]]()
-    for first in range(0, max(state.length, 1), MOVED):
-        rows.append(state.save_rows(first, min(first + MOVED, state.length)))
-        state.finish_saving(rows[-1])
+    for part in saved_rows(state):
+        state.finish_saving(part)
+        rows.append(part)
     point = state.save_point()
     state.finish_saving(point)
     saved: dict[str, Any] = {f"rows.{i}": parts for i, parts in enumerate(zip(*rows, strict=True))}

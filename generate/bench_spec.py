@@ -21,7 +21,7 @@ from common.hub import resolve_model
 from common.models.drafts import load_pair
 from common.models.pair import Pair
 from common.options import GenerationOptions, Sampling
-from common.scores import logits_of
+from common.scores import completed, logits_of
 from common.tokenizer import load_tokenizer
 from generate.backends import open_model, placement_of
 from generate.bench_log import environment, log, machine, note
@@ -238,7 +238,7 @@ def is_near_tie(engine: Engine, prompt: list[int], expected: list[int], tokens: 
     at = next((i for i, (a, b) in enumerate(zip(expected, tokens, strict=False)) if a != b), None)
     if at is None:
         return False  # one ends where the other goes on
-    row = logits_of(engine.model, [*prompt, *expected[:at]], engine.target.context)[-1]
+    row = completed(logits_of(engine.model, [*prompt, *expected[:at]], engine.target.context))[-1]
     return bool(row[expected[at]] - row[tokens[at]] < NEAR_TIE)
 
 

@@ -5,7 +5,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -69,12 +69,19 @@ def warm_up_beside(llm: "LLM") -> None:
     threading.Thread(target=run, name="bimetal warm-up", daemon=True).start()
 
 
-def _shut(owner: Owner, running: Iterable[threading.Event]) -> None:
-    if not owner.is_here:
-        return
-    for cancel in list(running):
-        cancel.set()
-    owner.close()
+Running = weakref.WeakValueDictionary[int, threading.Event]  # what cancels each call, by its id
+
+
+def _cancel(running: Running) -> None:
+    for held in running.valuerefs():  # a list: calls may begin in other threads meanwhile
+        if (cancel := held()) is not None:
+            cancel.set()
+
+
+def _shut(owner: Owner, running: Running) -> None:
+    if owner.is_here:
+        _cancel(running)
+        owner.close()
 
 
 @dataclass(frozen=True)
@@ -129,11 +136,12 @@ class LLM:
         if check is not None:
             check(self.tokenizer)
         self.draft_path = None if draft is None else resolve_draft(draft, checkpoint, self._progress)
-        self._running: weakref.WeakSet[threading.Event] = weakref.WeakSet()
+        self._running: Running = weakref.WeakValueDictionary()
         self._headers: dict[tuple[str, str], list[int]] = {}
+        self._loaded: Engine | None = None
         self._owner = Owner(f"bimetal {self.path.name}", leave_thread)
         self._shut = weakref.finalize(self, _shut, self._owner, self._running)  # also at exit, and when dropped
-        self._engine: Engine = self._owner.submit(lambda: self._load(checkpoint, options, placement, window)).result()
+        self._loaded = self._owner.submit(lambda: self._load(checkpoint, options, placement, window)).result()
 
     def _load(
         self, checkpoint: Checkpoint, options: LoadOptions, placement: Placement, window: GenerationOptions | None
@@ -296,12 +304,12 @@ class LLM:
     def logits(self, prompt: Prompt) -> np.ndarray:
         """Compute the logits after each token of `prompt` (text or token ids): (T, vocab) float32."""
         ids = self._ids(prompt)
-        return self._submit(lambda: logits_of(self._engine.model, ids, self.context)).result()
+        return self._submit_steps(lambda model: logits_of(model, ids, self.context)).result()
 
     async def alogits(self, prompt: Prompt) -> np.ndarray:
         """Compute the logits after each token of `prompt` (text or token ids): (T, vocab) float32, awaited."""
         ids = self._ids(prompt)
-        return await asyncio.wrap_future(self._submit(lambda: logits_of(self._engine.model, ids, self.context)))
+        return await asyncio.wrap_future(self._submit_steps(lambda model: logits_of(model, ids, self.context)))
 
     async def ascore(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
         """Score each token of `prompt` but the first, with the `top` best alternatives, awaited.
@@ -309,14 +317,8 @@ class LLM:
         Cancelling the task that waits ends the work at the next step.
         """
         top = rules.whole(0).accept("top", top)
-        ids, cancel = self._ids(prompt), threading.Event()
-        self._running.add(cancel)
-        try:
-            return await asyncio.wrap_future(
-                self._submit(lambda: score(self._engine.model, ids, self.context, top, cancel))
-            )
-        finally:
-            cancel.set()
+        ids = self._ids(prompt)
+        return await asyncio.wrap_future(self._submit_steps(lambda model: score(model, ids, self.context, top)))
 
     def attention_to(self, tokens: Sequence[int], queries: int, cancel: threading.Event) -> np.ndarray:
         """Measure the attention that the last `queries` of `tokens` give to each: (T,) float32.
@@ -325,7 +327,7 @@ class LLM:
         """
         queries = rules.whole(1).accept("queries", queries)
         job = partial(attention_to, tokens=tokens, queries=queries, context=self.context, cancel=cancel)
-        return self._submit(lambda: job(self._engine.model)).result()
+        return self._submit_steps(job).result()
 
     def held(self, prompt: Prompt) -> int:
         """Count the first tokens of `prompt` (text or token ids) that a slot or the prefix cache holds."""
@@ -335,10 +337,9 @@ class LLM:
     # -- the owner thread ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Cancel what runs, end the owner thread and free the model; in a forked process, do nothing."""
+        """Cancel replies, end other work with BimetalError, and free the model; in a forked process, do nothing."""
         if self._shut.alive and self._owner.is_here:
-            for cancel in list(self._running):
-                cancel.set()
+            _cancel(self._running)
             freed = self._owner.put(self._free)
             self._shut()
             if freed.done():
@@ -350,23 +351,24 @@ class LLM:
 
         On CUDA the costs of the last few steps may be missing: the thread that owns the model counts them later.
         """
-        engine = getattr(self, "_engine", None)
+        engine = self._loaded
         stream = None if engine is None else getattr(engine.model, "expert_stream", None)
         return None if stream is None else stream.residency.counters.stats()
 
     def _free(self) -> None:
         """Drop the model; if `expert_profile` names a file, write how often each expert was used."""
-        if not hasattr(self, "_engine"):  # two threads have closed it
+        engine = self._loaded
+        if engine is None:  # two threads have closed it
             return
-        self._engine.close()
-        for cancel in list(self._running):  # of a call that came since
-            cancel.set()
-        self._engine.drain()
-        stream = getattr(self._engine.model, "expert_stream", None)
+        engine.close()
+        _cancel(self._running)  # also a call that came since
+        engine.drain()
+        stream = getattr(engine.model, "expert_stream", None)
         self._owner.turn = lambda: False
-        if self._engine.prefixes is not None:
-            self._engine.prefixes.close()
-        del self._engine
+        self._owner.end_long()
+        if engine.prefixes is not None:
+            engine.prefixes.close()
+        self._loaded = engine = None
         if stream is not None:
             stream.close()
             save_profile(self._options, stream)
@@ -379,8 +381,19 @@ class LLM:
 
     def _check_open(self) -> None:
         if not self._shut.alive:
-            raise BimetalError(f"{self.path.name} is closed; load it again")
+            raise self._closed()
         self._owner.check()
+
+    def _closed(self) -> BimetalError:
+        return BimetalError(f"{self.path.name} is closed; load it again")
+
+    @property
+    def _engine(self) -> Engine:
+        """The engine; raises BimetalError if another thread has closed the model since `_check_open`."""
+        engine = self._loaded
+        if engine is None:
+            raise self._closed()
+        return engine
 
     def warm_up(self) -> None:
         """Compile kernels and capture graphs for steps of each size while no call runs; returns when all are ready.
@@ -401,6 +414,15 @@ class LLM:
     def _submit(self, job: Callable[[], Any]) -> Any:
         self._check_open()
         return self._owner.submit(job)
+
+    def _submit_steps(self, steps: Callable[[Model], Generator[None, None, Any]]) -> Any:
+        """Have the owner thread run a generator over the model; between its steps replies go on."""
+
+        def run() -> Generator[None, None, Any]:
+            return (yield from steps(self._engine.model))  # at its first step
+
+        self._check_open()
+        return self._owner.submit(run())
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -475,7 +497,7 @@ class LLM:
             turns = prompt.turns
             marks = {turns.system: "system", turns.begun: "turn"}
             call = Call(prompt.tokens, how, put_parsed, ended, cancel, turns.shared, marks, turns.replies)
-            self._running.add(cancel)
+            self._running[id(cancel)] = cancel
             self._engine.submit(call)
             self._owner.wake()
 

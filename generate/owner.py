@@ -1,13 +1,17 @@
-"""The one thread that owns a loaded model: it runs the jobs that callers hand it, and between them turns an engine."""
+"""The one thread that owns a loaded model: it runs the jobs that callers hand it, and between them turns an engine.
+
+A long job is a generator, of which a step runs between turns.
+"""
 
 import asyncio
 import os
 import queue
 import threading
+import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -15,6 +19,8 @@ from typing import Any, TypeVar
 from common.errors import CLOSED, BimetalError
 
 T = TypeVar("T")
+Job = Callable[[], T] | Generator[None, None, T]
+MOST_PAUSE = 2.0  # limit of the seconds between two steps of a job, because a first step may take long to compile
 
 
 class Inbox:
@@ -59,7 +65,9 @@ class Inbox:
 class Owner:
     """A daemon thread that runs jobs one after another, and `turn` whenever no job waits.
 
-    MLX arrays and CUDA contexts belong to the thread that made them, so loading is a job too.
+    MLX arrays and CUDA contexts belong to the thread that made them, so loading is a job too. A job that takes long is
+    a generator, which returns the result. Such jobs run one after another too, beside the other jobs: while `turn` has
+    work, their steps take at most half of the time.
 
     at_end  called in the thread when the thread ends
     turn    Engine.turn, which the job that loads a model puts here: runs a step, calls `deliver`, and returns whether
@@ -67,7 +75,9 @@ class Owner:
     """
 
     def __init__(self, name: str, at_end: Callable[[], None]):
-        self._jobs: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future, Job[Any]] | None] = queue.SimpleQueue()
+        self._long: deque[tuple[Future, Generator[None, None, Any]]] = deque()
+        self._next_step = 0.0  # the time at which the next step of a long job is due
         self.turn: Callable[[], bool] = lambda: False
         self._inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = weakref.WeakKeyDictionary()
         self._due: deque[Callable[[], None]] = deque()
@@ -94,13 +104,13 @@ class Owner:
                 "thread after the callback has returned"
             )
 
-    def submit(self, job: Callable[[], T]) -> "Future[T]":
+    def submit(self, job: Job[T]) -> "Future[T]":
         """Queue a job for which the caller may wait; raises BimetalError where it cannot."""
         self.check()
         return self.put(job)
 
-    def put(self, job: Callable[[], T]) -> "Future[T]":
-        """Queue a job."""
+    def put(self, job: Job[T]) -> "Future[T]":
+        """Queue a job. The future of a generator can be cancelled until it has its result."""
         future: Future[T] = Future()
         self._jobs.put((future, job))
         if self._has_ended:
@@ -130,18 +140,30 @@ class Owner:
                     item[0].set_exception(BimetalError(CLOSED))
 
     def close(self) -> None:
-        """End the thread after the jobs that have been put, and after the last turn that has work."""
+        """End the thread after the jobs that have been put, and after the last turn that has work.
+
+        Generators end at their next step with BimetalError.
+        """
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def end_long(self) -> None:
+        """End all generators with BimetalError, from this thread."""
+        while self._long:
+            future, steps = self._long.popleft()
+            steps.close()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(BimetalError(CLOSED))
+
     def _run(self) -> None:
-        busy, jobs = False, self._jobs
+        busy, jobs, long = False, self._jobs, self._long
         while True:
-            while not (busy and jobs.empty()):
+            while not ((busy or long) and jobs.empty()):
                 item = jobs.get()
                 if item is None:
                     self._has_ended = True
+                    self.end_long()
                     while self._turn():
                         pass
                     self.deliver()
@@ -149,12 +171,34 @@ class Owner:
                     del self.turn, item  # and with it the model
                     self._at_end()
                     return
-                self.deliver()  # a job may take long
-                _serve(*item)
+                self._serve(*item)
                 del item  # a job holds the caller's objects
-                self.deliver()
                 busy = True
             busy = self._turn()
+            if long and (not busy or time.perf_counter() >= self._next_step):
+                self._step()
+
+    def _serve(self, future: Future, job: Job[Any]) -> None:
+        """Run a job, or let a long one wait for its steps."""
+        if isinstance(job, Generator):
+            self._long.append((future, job))
+            return
+        self.deliver()  # a job may take long
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(job())
+            except BaseException as error:  # whatever it is belongs to the caller
+                future.set_exception(error)
+        self.deliver()
+
+    def _step(self) -> None:
+        """Run a step of the oldest long job, and put off the next one by the time that it took."""
+        self.deliver()
+        began = time.perf_counter()
+        if not _goes_on(*self._long[0]):
+            self._long.popleft()
+        ended = time.perf_counter()
+        self._next_step = ended + min(ended - began, MOST_PAUSE)
 
     def _turn(self) -> bool:
         """Call `turn`; no work counts as left after one that fails."""
@@ -166,10 +210,18 @@ class Owner:
             return False
 
 
-def _serve(future: Future, job: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
+def _goes_on(future: Future, steps: Generator[None, None, Any]) -> bool:
+    """Run a step of a long job; return whether steps are left. One whose future was cancelled is ended."""
+    if future.cancelled():
+        steps.close()
+        return False
     try:
-        future.set_result(job())
+        next(steps)
+        return True
+    except StopIteration as done:
+        if future.set_running_or_notify_cancel():
+            future.set_result(done.value)
     except BaseException as error:  # whatever it is belongs to the caller
-        future.set_exception(error)
+        if future.set_running_or_notify_cancel():
+            future.set_exception(error)
+    return False

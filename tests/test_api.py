@@ -9,10 +9,14 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import weakref
+from contextlib import suppress
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -531,6 +535,59 @@ def test_a_closed_model_refuses_and_its_stream_ends(folder):
     llm.close()  # twice is once
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        lambda llm: llm.generate("hello"),
+        lambda llm: asyncio.run(llm.agenerate("hello")),
+        lambda llm: llm.logits("hello"),
+        lambda llm: asyncio.run(llm.ascore("hello")),
+        lambda llm: llm.held("hello"),
+        lambda llm: llm.warm_up(),
+        lambda llm: asyncio.run(llm.acheck()),
+        lambda llm: llm.activity,
+        lambda llm: llm.step_tokens,
+    ],
+)
+@pytest.mark.parametrize("ends", [True, False], ids=["thread ended", "model freed"])
+def test_a_model_that_another_thread_closes_during_a_call_refuses_it(folder, monkeypatch, entry, ends):
+    """After the call has found it open: when all is closed, or between freeing the model and the thread's end."""
+    llm = generate.load(str(folder), backend="numpy")
+    check, once = llm._check_open, [llm.close if ends else lambda: llm._owner.put(llm._free).result(10)]
+
+    def checked():
+        check()
+        if once:
+            once.pop()()
+
+    monkeypatch.setattr(llm, "_check_open", checked)
+    with pytest.raises(BimetalError, match="is closed"):
+        entry(llm)
+    llm.close()
+
+
+def test_calls_that_begin_while_a_model_is_closed_keep_it_from_nothing(folder):
+    """Between any two lines by which the calls in progress are found."""
+    llm = generate.load(str(folder), backend="numpy")
+    streams = [llm.stream("hello") for _ in range(3)]
+
+    def begin(frame, event, argument):
+        if "weakref" in frame.f_code.co_filename and len(streams) < 40:
+            with suppress(BimetalError):  # it is closed by then
+                streams.append(llm.stream("hello"))
+        return begin
+
+    before = sys.gettrace()
+    sys.settrace(begin)
+    try:
+        llm.close()
+    finally:
+        sys.settrace(before)
+    assert len(streams) > 3
+    assert all(stream.reply().finish_reason for stream in streams)
+    assert not llm._owner._thread.is_alive()
+
+
 def test_a_dropped_model_is_freed_with_its_thread(folder):
     llm = generate.load(str(folder), backend="numpy")
     llm.generate("hello", max_tokens=2)
@@ -594,11 +651,170 @@ def test_what_has_come_is_delivered_before_a_job_runs():
     assert done == ["woken", "job"]
 
 
+@pytest.fixture
+def reading(llm, monkeypatch):
+    """A text of 200 tokens that is read in steps of 8, and what ran: "step" of the text, "token" of a reply."""
+    monkeypatch.setattr("common.scores.PREFILL_ROWS", 8)
+    monkeypatch.setattr("common.attention_scores.ROWS", 8)
+    monkeypatch.setattr("generate.owner.MOST_PAUSE", 0.0)
+    ids, ran, take, run = [*range(2, 202)], list[str](), Sequence.take, NumpyOps.run
+
+    def noted(self, compute, state, step):
+        if getattr(state, "capacity", 0) == len(ids):
+            ran.append("step")
+        return run(self, compute, state, step)
+
+    monkeypatch.setattr(NumpyOps, "run", noted)
+    monkeypatch.setattr(Sequence, "take", lambda *of: ran.append("token") or take(*of))
+    return ids, ran
+
+
+ABOUT_A_TEXT = {
+    "logits": lambda llm, ids: llm.logits(ids),
+    "alogits": lambda llm, ids: asyncio.run(llm.alogits(ids)),
+    "ascore": lambda llm, ids: asyncio.run(llm.ascore(ids, top=2)),
+    "attention_to": lambda llm, ids: llm.attention_to(ids, 8, threading.Event()),
+}
+
+
+@pytest.mark.parametrize("entry", ABOUT_A_TEXT)
+def test_a_reply_goes_on_while_a_text_is_read(llm, reading, monkeypatch, entry):
+    ids, ran = reading
+    options = {"max_tokens": 120, "logprobs": 2, "logit_bias": {id: -100 for id in llm.tokenizer.end_ids}}
+    expected, reply, take = ABOUT_A_TEXT[entry](llm, ids), llm.generate("hello", **options), Sequence.take
+    begun, put, found = threading.Event(), threading.Event(), list[object]()
+
+    def held(*of):
+        begun.set()
+        put.wait(10)
+        return take(*of)
+
+    monkeypatch.setattr(Sequence, "take", held)
+    ran.clear()
+    stream = llm.stream("hello", **options)
+    assert begun.wait(10)
+    threads = [threading.Thread(target=lambda: found.append(ABOUT_A_TEXT[entry](llm, ids))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while llm._owner._jobs.qsize() < 2:
+        time.sleep(0.001)
+    put.set()
+    beside = stream.reply()
+    for thread in threads:
+        thread.join(10)
+    assert (beside.tokens, beside.logprobs) == (reply.tokens, reply.logprobs)
+    assert all(np.array_equal(each, expected) for each in found)
+    assert len(found) == 2
+    assert ran.count("step") >= 50
+    assert ("step", "step") not in set(pairwise(ran))
+    assert ran[-1] == "token"
+
+
+def test_a_long_job_takes_half_of_the_time_beside_turns(monkeypatch):
+    now, ran, owner = [0.0], list[str](), Owner("owner", lambda: None)
+    monkeypatch.setattr("generate.owner.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def pass_time(name, seconds):
+        now[0] += seconds
+        ran.append(name)
+
+    def steps():
+        for seconds in (3, 0.5, 100, 1):
+            pass_time("step", seconds)
+            yield
+        return "done"
+
+    def turn():
+        pass_time("turn", 1)
+        return True
+
+    owner.put(lambda: setattr(owner, "turn", turn)).result(10)
+    monkeypatch.setattr("generate.owner.MOST_PAUSE", 5)
+    assert owner.put(steps()).result(10) == "done"
+    owner.put(lambda: setattr(owner, "turn", lambda: False)).result(10)
+    owner.close()
+    while ran[0] == "turn":
+        del ran[0]
+    assert " ".join(ran).startswith(f"step{3 * ' turn'} step turn step{5 * ' turn'} step turn")
+
+
+def test_a_long_job_that_fails_ends_alone():
+    def steps(result):
+        yield
+        return 1 // result
+
+    owner = Owner("owner", lambda: None)
+    jobs = [owner.put(steps(result)) for result in (0, 1)]
+    with pytest.raises(ZeroDivisionError):
+        jobs[0].result(10)
+    assert jobs[1].result(10) == 1
+    owner.close()
+
+
+def test_a_cancelled_task_ends_the_reading_of_its_text(llm, reading, monkeypatch):
+    ids, ran = reading
+    run, started, left = NumpyOps.run, threading.Event(), threading.Event()
+
+    def held(*of):
+        if ran.count("step") == 3:
+            started.set()
+            left.wait(10)
+        return run(*of)
+
+    async def leave():
+        tasks = [asyncio.create_task(llm.ascore(ids)) for _ in range(2)]
+        await asyncio.to_thread(started.wait, 10)
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(each) for each in ended] == [asyncio.CancelledError] * 2
+
+    monkeypatch.setattr(NumpyOps, "run", held)
+    asyncio.run(leave())
+    left.set()
+    assert llm.logits([5, 6]).shape == (2, 258)
+    assert ran.count("step") <= 4
+
+
+@pytest.mark.parametrize("entry", ABOUT_A_TEXT)
+def test_closing_a_model_ends_the_reading_of_texts(folder, reading, monkeypatch, entry):
+    ids, ran = reading
+    run, started, found = NumpyOps.run, threading.Event(), list[object]()
+
+    def held(*of):
+        if ran.count("step") == 3:
+            started.set()
+            while llm._shut.alive:
+                time.sleep(0.001)
+        return run(*of)
+
+    def ask():
+        try:
+            found.append(ABOUT_A_TEXT[entry](llm, ids))
+        except BimetalError as error:
+            found.append(str(error))
+
+    llm = generate.load(folder, backend="numpy")
+    monkeypatch.setattr(NumpyOps, "run", held)
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert started.wait(10)
+    while not (llm._owner._jobs.qsize() or len(llm._owner._long) == 2):
+        time.sleep(0.001)
+    llm.close()
+    for thread in threads:
+        thread.join(10)
+    assert found == ["the model is closed"] * 2
+    assert ran.count("step") <= 4
+
+
 def test_jobs_that_come_after_the_end_are_refused():
     owner = Owner("owner", lambda: None)
     owner.close()
-    with pytest.raises(BimetalError, match="closed"):
-        owner.put(lambda: None).result(10)
+    for job in (lambda: None, (None for _ in range(3))):
+        with pytest.raises(BimetalError, match="closed"):
+            owner.put(job).result(10)
     with pytest.raises(BimetalError, match="closed"):
         owner.wake()
 

@@ -27,6 +27,7 @@ from common.prefix_cache import PrefixCache
 from common.reference import NumpyOps
 from common.schedule import VERIFY_ROWS, BusyError
 from common.sequence import Call, Sequence
+from common.slot import Slot
 from common.step import State, Step
 
 CONTEXT, MASK = 400, 90
@@ -546,6 +547,27 @@ def test_calls_that_wait_end_where_a_failed_backend_has_no_memory_left(monkeypat
     assert engine.slots[0].state.pool is engine.memory.pool
 
 
+def test_calls_that_wait_end_where_a_slot_cannot_be_emptied_for_them(monkeypatch):
+    """Nothing runs, so that nobody would turn the engine for them."""
+    model = tiny.load("llama", NumpyOps())
+    engine = Engine(model, Ids(), CONTEXT, parallel=2)
+    drain(engine, [submit(engine, [5, 6, 7], max_tokens=2)])
+    engine.reset()
+    waiting = [submit(engine, [5, 6, 30 + n], max_tokens=12) for n in range(3)]
+
+    def broken(*of):
+        raise RuntimeError("an illegal address")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Slot, "reset", broken)
+        engine.drain()
+    said = "the numpy backend failed, and all replies in progress ended: an illegal address"
+    assert [str(reply.error) for reply in waiting] == [said] * 3
+    assert engine.load == (0, 0)
+    (again,) = drain(engine, [submit(engine, [5, 6, 7], max_tokens=12)])
+    assert again.tokens == alone(model, [5, 6, 7], max_tokens=12).tokens
+
+
 def test_a_caller_whose_end_fails_ends_alone(capsys):
     engine = Engine(tiny.load("llama", NumpyOps()), Ids(), CONTEXT, parallel=2)
     other, ends = submit(engine, [5, 6, 7], max_tokens=12), []
@@ -749,6 +771,23 @@ def test_a_stored_prefix_gives_the_bits_of_reading_it(monkeypatch):
         assert hit.sequence.cached == 310
         assert (hit.tokens, hit.logprobs, hit.length) == (miss.tokens, miss.logprobs, miss.length)
         assert np.array_equal(hit.after, miss.after)
+
+
+@pytest.mark.parametrize("error", [NoRoomError, MemoryError])
+def test_a_state_that_cannot_be_kept_ends_no_reply(error, monkeypatch, capsys):
+    """At a cut of a prompt, and at the reply's end."""
+    model = tiny.load("llama", NumpyOps())
+    expected = alone(model, list(range(5, 45)), max_tokens=6)
+
+    def save_rows(*of):
+        raise error("no memory is free")
+
+    monkeypatch.setattr(State, "save_rows", save_rows)
+    engine = Engine(model, Ids(), CONTEXT, prefixes=PrefixCache(b"a test", 10**9))
+    (reply,) = drain(engine, [submit(engine, list(range(5, 45)), shared=30, max_tokens=6)])
+    assert (reply.tokens, reply.error) == (expected.tokens, None)
+    said = [f"a state of {n} tokens is not kept for later prompts: no memory is free" for n in (30, 45)]
+    assert capsys.readouterr().err.splitlines() == said
 
 
 def test_a_state_that_was_restored_in_part_is_not_reused(monkeypatch):

@@ -1,11 +1,14 @@
 """The memory tier: what is found, what is given back, and that nothing leaks, against states made of their tokens."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefix_states import POISON, Fake, Rows, check, clear, offer, reading_of, restored, text, texts
 
+from common.errors import NoRoomError
 from common.prefix_cache import PrefixCache
 from common.reading import Reading
 
@@ -175,6 +178,9 @@ class Disk:
     def put(self, saved):
         self.states.append(saved)
 
+    def get(self, tokens, reading, more_than):
+        return None
+
 
 @pytest.mark.parametrize("first", [0, 256, 300, 511])
 def test_rows_leave_the_device_once(points, first, monkeypatch):
@@ -189,6 +195,47 @@ def test_rows_leave_the_device_once(points, first, monkeypatch):
     for saved, length in zip(cache.store.states, (520, 530), strict=True):
         (rows,) = saved.rows
         assert np.array_equal(np.concatenate(rows, axis=1), Fake(points, text(length))[0].kv.rows[:, first:])
+
+
+@pytest.mark.parametrize("first", [0, 300])
+def test_rows_for_the_disk_alone_leave_the_device_in_parts(points, first, monkeypatch):
+    """A copy takes memory of the device, so that those of a long state are not made at once."""
+    monkeypatch.setattr("common.saving.MOVED", 100)
+    copied, save_rows = [], Rows.save_rows
+    monkeypatch.setattr(Rows, "save_rows", lambda self, *span: (copied.append(span), save_rows(self, *span))[1])
+    cache, tokens = PrefixCache(b"", 0, Disk(first)), text(520)
+    offer(cache, points, tokens)
+    ends = [*range(first, 520, 100), 520]
+    assert copied == [*pairwise(ends)]
+    (saved,) = cache.store.states
+    (rows,) = saved.rows
+    assert np.array_equal(np.concatenate(rows, axis=1), Fake(points, tokens)[0].kv.rows[:, first:])
+    assert len(saved.point) == points
+
+
+@pytest.mark.parametrize("budget", [0, 10**9])
+@pytest.mark.parametrize("last", [100, 256, 512, 600])
+def test_a_state_for_whose_copy_no_memory_is_free_is_left_out(points, budget, last, monkeypatch, capsys):
+    """Wherever that happens, nothing of the state is left, and a later one is kept."""
+    monkeypatch.setattr("common.saving.MOVED", 100)
+    save_rows = Rows.save_rows
+
+    def save(self, first, end):
+        if end >= last:
+            raise NoRoomError("no memory is free")
+        return save_rows(self, first, end)
+
+    cache, tokens = PrefixCache(b"", budget, Disk(0)), text(600)
+    offer(cache, points, tokens[:40])
+    before = cache.bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(Rows, "save_rows", save)
+        offer(cache, points, tokens)
+    assert (cache.bytes, len(cache.store.states)) == (before, 1)
+    assert capsys.readouterr().err == "a state of 600 tokens is not kept for later prompts: no memory is free\n"
+    offer(cache, points, tokens)
+    assert len(cache.store.states) == 2
+    assert restored(cache, points, [*tokens, 5], turn=600).length == (600 if budget else 0)
 
 
 def test_bytes_are_counted_before_anything_is_saved(points, monkeypatch):

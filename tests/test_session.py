@@ -13,7 +13,7 @@ from common.models import load_model
 from common.options import GenerationOptions
 from common.reference import NumpyOps
 from common.sampling import log_softmax
-from common.scores import PREFILL_ROWS, logits_of
+from common.scores import PREFILL_ROWS, completed, logits_of
 from common.stop import StopText
 from common.tokenizer import load_tokenizer
 
@@ -40,7 +40,7 @@ def generate(session, prompt=PROMPT, max_tokens=30, **options):
 
 def test_greedy_is_the_argmax_of_the_logits(session):
     _, tokens, reason, _ = generate(session)
-    logits = logits_of(session.model, PROMPT + tokens, CONTEXT)
+    logits = completed(logits_of(session.model, PROMPT + tokens, CONTEXT))
     assert tokens == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
     assert reason == "length"
 
@@ -130,7 +130,7 @@ def test_stop_text_equals_a_search_over_the_whole(text, stop):
 
 def test_log_probabilities_are_those_of_the_model(session):
     _, tokens, _, pieces = generate(session, logprobs=3, temperature=1.0, seed=5)
-    rows = logits_of(session.model, PROMPT + tokens, CONTEXT)[len(PROMPT) - 1 : -1]
+    rows = completed(logits_of(session.model, PROMPT + tokens, CONTEXT))[len(PROMPT) - 1 : -1]
     logprobs = [lp for p in pieces for lp in p.logprobs]
     assert [lp.token for lp in logprobs] == tokens
     for lp, row in zip(logprobs, rows, strict=True):

@@ -1,6 +1,7 @@
 """Pages of a pool: growth at their edges, release and reuse, what runs out, and the bits of contiguous caches."""
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,14 +9,14 @@ import tiny
 from test_cuda_pool import Beside, Ids
 
 import generate
-from common import slot
+from common import saving
 from common.attention_scores import attention_to
 from common.engine import Engine
 from common.errors import BimetalError, NoRoomError
 from common.fit import layer_size, predict_run
 from common.models.drafts import load_pair
 from common.options import GenerationOptions
-from common.scores import score
+from common.scores import completed, score
 from common.sequence import Call, Sequence
 from common.slot import Slot
 from common.step import MAX_DECODE_ROWS, Step
@@ -173,7 +174,7 @@ def test_a_long_state_moves_in_little_memory(ops, monkeypatch):
     grow(held.state, 1900)
     before = {name: random.integers(0, 255, array.shape, np.uint8) for name, array in held.state.save().items()}
     held.state.load(before, 1900)
-    monkeypatch.setattr(slot, "MOVED", PAGE)
+    monkeypatch.setattr(saving, "MOVED", PAGE)
     monkeypatch.setattr(planes, "COPIED", pool.pages.block)
     memory.give_back()
     memory.limit(cupy.get_default_memory_pool().total_bytes() + 2 * pool.pages.block)
@@ -243,11 +244,12 @@ def test_a_cancelled_prompt_gives_its_pages_back(ops, monkeypatch):
 def test_scores_take_memory_for_their_tokens_alone(ops):
     """Beside slots that have taken nearly all of it, for a whole context."""
     model, ids = tiny.load("qwen3", ops), tiny.golden("qwen3")["ids"][:40].tolist()
-    expected = score(model, ids, 20_000, 0), attention_to(model, ids, 8, 20_000)  # takes what steps compute
+    ways = partial(score, model, ids, 20_000), partial(attention_to, model, ids, 8, 20_000)
+    expected = [completed(way()) for way in ways]  # takes what steps compute
     memory.give_back()
     memory.limit(cupy.get_default_memory_pool().total_bytes() + (1 << 20))
     try:
-        found = score(model, ids, 20_000, 0), attention_to(model, ids, 8, 20_000)
+        found = [completed(way()) for way in ways]
     finally:
         memory.limit(0)
     assert found[0] == expected[0]

@@ -25,6 +25,7 @@ from common.compression import CHUNK, HEAD, QUERY, SINKS, TAIL, kept_spans, scor
 from common.errors import BimetalError, UsageError
 from common.ops import Ops
 from common.reference import NumpyOps
+from common.scores import completed
 from common.shards import Ranks
 from generate import values
 from generate.__main__ import main
@@ -220,9 +221,9 @@ def test_attention_of_each_architecture(name):
     model, ids = load(name, NumpyOps()), [at % 50 for at in range(40)]
     if name == "glm":
         with pytest.raises(UsageError, match="no layers whose attention"):
-            attention_to(model, ids, 4, 64)
+            completed(attention_to(model, ids, 4, 64))
         return
-    found = attention_to(model, ids, 4, 64)
+    found = completed(attention_to(model, ids, 4, 64))
     assert found.shape == (40,)
     assert found.sum() > 0.99
     assert np.isfinite(found).all()
@@ -232,7 +233,7 @@ def test_a_rank_without_all_heads_gives_no_scores():
     model = load("qwen3", NumpyOps())
     model.ops.ranks = Ranks(0, 2)
     with pytest.raises(UsageError, match="2 ranks share each layer"):
-        attention_to(model, list(range(40)), 4, 64)
+        completed(attention_to(model, list(range(40)), 4, 64))
 
 
 def test_a_drafter_is_refused_when_it_is_loaded(drafter, tmp_path):
