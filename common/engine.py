@@ -155,12 +155,12 @@ class Engine:
             error = NoRoomError("no memory is free for a longer reply beside others")
             self._make_room(error)
             return
-        began = time.perf_counter()
+        started = time.perf_counter()
         reader = schedule.reader(running)
         if reader is not None:
             self._finish_launched()  # the prompt's step may overwrite the rows of launched steps
             self._read_prompt(reader)
-            schedule.has_read(time.perf_counter() - began, any(not each.reads for each in running))
+            schedule.has_read(time.perf_counter() - started, any(not each.reads for each in running))
             return
         while asking := [each for each in running if type(each.request) is Draft]:
             if self._launched:  # whose sequences may ask for a draft as well
@@ -170,7 +170,7 @@ class Engine:
         chosen = schedule.step([each for each in running if type(each.request) is Rows])
         if chosen:
             self._step(chosen)
-        schedule.has_decoded(time.perf_counter() - began)
+        schedule.has_decoded(time.perf_counter() - started)
 
     def warm_up(self, size: Size) -> bool:
         """Run steps of a size of which nothing is kept; False, and nothing runs, while there are calls."""

@@ -29,9 +29,9 @@ class Arrival:
 
     def read(self) -> np.ndarray:
         """Wait for the numbers alone, not for what was launched after them."""
-        began = time.perf_counter()
+        started = time.perf_counter()
         self.done.synchronize()
-        self.to_host.waited += time.perf_counter() - began
+        self.to_host.waited += time.perf_counter() - started
         return self.numbers.copy()
 
 
@@ -64,9 +64,9 @@ class ToHost:
         if 0 < count <= FEW:
             return self.copy(address, count).read()
         out, runtime = np.empty(count, np.int32), cupy.cuda.runtime
-        began = time.perf_counter()
+        started = time.perf_counter()
         if count:
             runtime.memcpyAsync(out.ctypes.data, address, out.nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
         self.stream.synchronize()
-        self.waited += time.perf_counter() - began
+        self.waited += time.perf_counter() - started
         return out

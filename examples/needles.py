@@ -82,9 +82,9 @@ def main() -> None:
             found, left, seconds = np.zeros(4), [], []
             for _ in range(args.texts):
                 tokens, place = text(args.kind, llm.tokenizer.encode_plain, length, rng)
-                began = time.perf_counter()
+                started = time.perf_counter()
                 scores = scored(tokens, lambda ids: llm.attention_to(ids, QUERIES, threading.Event()), room)
-                seconds.append(time.perf_counter() - began)
+                seconds.append(time.perf_counter() - started)
                 spans = kept_spans(tokens, scores, args.keep)
                 count = -(-len(tokens) // CHUNK)
                 most = max(1, int(count * args.keep))

@@ -180,7 +180,7 @@ def _body(options: ServeBench, chance: random.Random) -> bytes:
 
 async def _ask(url: SplitResult, body: bytes, key: str | None) -> Answer:
     """Send one request and read its events."""
-    began = time.perf_counter()
+    started = time.perf_counter()
     reader, writer = await _connection(url)
     try:
         head = [
@@ -193,7 +193,7 @@ async def _ask(url: SplitResult, body: bytes, key: str | None) -> Answer:
         ]
         writer.write("\r\n".join([*head, "", ""]).encode() + body)
         await writer.drain()
-        answer, last, events = Answer(), began, 0
+        answer, last, events = Answer(), started, 0
         async for event in _events(reader):
             if error := event.get("error"):
                 raise BimetalError(str(error.get("message", error) if isinstance(error, dict) else error))
@@ -202,11 +202,11 @@ async def _ask(url: SplitResult, body: bytes, key: str | None) -> Answer:
                 continue
             now, events = time.perf_counter(), events + 1
             if events == 1:
-                answer.first = now - began
+                answer.first = now - started
             else:
                 answer.gaps.append(now - last)
             last = now
-        answer.whole, answer.tokens = time.perf_counter() - began, answer.tokens or events
+        answer.whole, answer.tokens = time.perf_counter() - started, answer.tokens or events
         if not events:
             raise BimetalError("the reply has no text")
         return answer

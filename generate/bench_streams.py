@@ -87,7 +87,7 @@ class HostTime:
     """Time in which the host works, and time in which the device waits for it, after the first step."""
 
     def __init__(self, ops: Ops):
-        self.ops, self.steps, self.began, self.ended = ops, 0, (0.0, 0.0), (0.0, 0.0)
+        self.ops, self.steps, self.started, self.ended = ops, 0, (0.0, 0.0), (0.0, 0.0)
         self._idle: Callable[[], float] | None = None
 
     def step(self) -> None:
@@ -95,14 +95,14 @@ class HostTime:
         self.steps += 1
         self.ended = time.perf_counter(), self.ops.waited or 0.0
         if self.steps == 1:
-            self.began, self._idle = self.ended, self.ops.count_idle()
+            self.started, self._idle = self.ended, self.ops.count_idle()
 
     @property
     def seconds(self) -> float | None:
         """Seconds per step without waits for the device; None where they are not counted, or there was no step."""
         if self.ops.waited is None or self.steps < 2:
             return None
-        took, waited = (end - begin for begin, end in zip(self.began, self.ended, strict=True))
+        took, waited = (end - begin for begin, end in zip(self.started, self.ended, strict=True))
         return (took - waited) / (self.steps - 1)
 
     @property
@@ -206,11 +206,11 @@ def measure(engine: Engine, count: int, context: int, new_tokens: int) -> Result
     for stream in streams:
         if stream.errors:
             raise stream.errors[0]
-    began = max(stream.tokens[0] for stream in streams)
+    started = max(stream.tokens[0] for stream in streams)
     ended = min(stream.tokens[-1] for stream in streams)
-    if ended <= began:
+    if ended <= started:
         raise BimetalError(f"a reply filled the context of {engine.target.context} tokens before the last one began")
-    together = sum(began < at <= ended for stream in streams for at in stream.tokens)
-    gaps = [b - a for stream in streams for a, b in pairwise(at for at in stream.tokens if at >= began)]
+    together = sum(started < at <= ended for stream in streams for at in stream.tokens)
+    gaps = [b - a for stream in streams for a, b in pairwise(at for at in stream.tokens if at >= started)]
     first = [stream.tokens[0] - stream.called for stream in streams]
-    return Result(together / max(ended - began, 1e-9), host.seconds, idle, first, gaps)
+    return Result(together / max(ended - started, 1e-9), host.seconds, idle, first, gaps)

@@ -98,13 +98,13 @@ def _steps(model: Model, state: State, count: int) -> tuple[float, float, float]
 def _queued_steps(model: Model, state: State, count: int) -> float:
     """Mean seconds of `count` steps that a device computes one after another: the host waits for the last one."""
     tokens, mask = _window(model)
-    began = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(count):
         logits = model.forward(state, Step.chain(tokens, state.length))
         found = model.ops.argmax_entropy(logits[ROWS - MASKS :], mask)
         state.commit(np.arange(COMMITTED))
     model.ops.read_all(*found)
-    return (time.perf_counter() - began) / count
+    return (time.perf_counter() - started) / count
 
 
 def _window(model: Model) -> tuple[np.ndarray, int]:

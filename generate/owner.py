@@ -194,11 +194,11 @@ class Owner:
     def _step(self) -> None:
         """Run a step of the oldest long job, and put off the next one by the time that it took."""
         self.deliver()
-        began = time.perf_counter()
+        started = time.perf_counter()
         if not _goes_on(*self._long[0]):
             self._long.popleft()
         ended = time.perf_counter()
-        self._next_step = ended + min(ended - began, MOST_PAUSE)
+        self._next_step = ended + min(ended - started, MOST_PAUSE)
 
     def _turn(self) -> bool:
         """Call `turn`; no work counts as left after one that fails."""

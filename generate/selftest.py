@@ -98,15 +98,15 @@ def run(args: argparse.Namespace) -> int:
     found = choose(args.backend)
     _check_tests(found.name)
     bench = _model(args.model)
-    began = datetime.datetime.now(datetime.UTC)
-    out = Path(args.out or _file_name(found, began))
+    started = datetime.datetime.now(datetime.UTC)
+    out = Path(args.out or _file_name(found, started))
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UsageError(f"--out {out} must be a file in a folder that exists")
-    about = _about(found, began)
+    about = _about(found, started)
     suites = [Suite(title, arguments) for title, arguments in SUITES[found.name].items()]
 
     def save(state: str) -> None:
-        took = (datetime.datetime.now(datetime.UTC) - began).total_seconds()
+        took = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
         text = _report(state, about | {"took": f"{took:.0f} s"}, suites, bench, found)
         rewrite(out, _private(text))
 
@@ -162,7 +162,7 @@ def _model(name: str | None) -> Bench:
 
 def _run_suite(suite: Suite) -> None:
     """Run pytest and fill in `suite`. An interrupt ends pytest and is raised again."""
-    began = time.perf_counter()
+    started = time.perf_counter()
     reading, writing = os.pipe()
     options = ["-p", "generate.selftest_plugin", "-o", "addopts=--strict-markers", "--continue-on-collection-errors"]
     with TemporaryFile("w+", errors="replace") as log, open(reading) as told:
@@ -187,7 +187,7 @@ def _run_suite(suite: Suite) -> None:
             raise
         finally:
             reader.join()
-            suite.seconds = time.perf_counter() - began
+            suite.seconds = time.perf_counter() - started
         log.seek(0)
         suite.error = _error(suite, code, log.read())
 
@@ -249,9 +249,9 @@ def _run_bench(bench: Bench, backend: str) -> None:
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
-def _file_name(found: Found, began: datetime.datetime) -> str:
+def _file_name(found: Found, started: datetime.datetime) -> str:
     chip = re.sub(r"[^a-z0-9]+", "-", _chip(found).lower()).strip("-")
-    return f"bimetal-selftest-{_os().split()[0].lower()}-{chip}-{began:%Y-%m-%d-%H%M}.md"
+    return f"bimetal-selftest-{_os().split()[0].lower()}-{chip}-{started:%Y-%m-%d-%H%M}.md"
 
 
 def _chip(found: Found) -> str:
@@ -263,11 +263,11 @@ def _os() -> str:
     return f"{system} ({platform.release()}, {platform.machine()})"
 
 
-def _about(found: Found, began: datetime.datetime) -> dict[str, str]:
+def _about(found: Found, started: datetime.datetime) -> dict[str, str]:
     here = environment(found.name)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
-        "began": f"{began:%Y-%m-%d %H:%M} UTC",
+        "began": f"{started:%Y-%m-%d %H:%M} UTC",
         "OS": _os(),
         "chip": here["machine"],
         "memory": f"{memory / 2**30:.1f} GiB",

@@ -105,10 +105,10 @@ def turns(engine: Engine, steps: int) -> tuple[float, float, float]:
     """Seconds of a step, those of them in which a device has nothing to do, and its tokens."""
     streams, before = len(engine.running), sum(each.new for each in engine.running)
     free_cuda.idle.seconds = 0.0
-    began = time.thread_time()
+    started = time.thread_time()
     for _ in range(steps):
         engine.turn()
-    seconds = time.thread_time() - began
+    seconds = time.thread_time() - started
     assert len(engine.running) == streams, "a reply has ended"
     return seconds / steps, free_cuda.idle.seconds / steps, (sum(each.new for each in engine.running) - before) / steps
 

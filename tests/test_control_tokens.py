@@ -89,12 +89,12 @@ def test_a_long_text_leaves_the_interpreter_to_other_threads(work):
 
     beside = Thread(target=look)
     beside.start()
-    began = time.perf_counter()
+    started = time.perf_counter()
     getattr(own, work)(text)
-    took = time.perf_counter() - began
+    took = time.perf_counter() - started
     ended.set()
     beside.join()
-    inside = [at for at in times if began + took / 10 < at < began + took * 0.4]
+    inside = [at for at in times if started + took / 10 < at < started + took * 0.4]
     assert inside, f"no other thread ran in the first part of {took:.2f} s"
 
 

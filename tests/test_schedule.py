@@ -120,10 +120,10 @@ def test_one_slow_step_does_not_hold_prompts_back_for_long():
     machine = Machine(chunk=60.0)
     machine.running = [Fake(0, 0, left=10**6), Fake(1, 2)]
     machine.turn()
-    machine.chunk, began = 0.1, machine.now
+    machine.chunk, started = 0.1, machine.now
     while machine.running[1].chunks:
         machine.turn()
-    assert machine.now - began < MOST_OWED + 0.2
+    assert machine.now - started < MOST_OWED + 0.2
 
 
 def test_a_lone_prompt_is_read_at_once():

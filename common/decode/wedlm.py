@@ -188,7 +188,7 @@ def decode_windows(run: DecoderRun) -> Generator[Request, Any, None]:
     first = window.next  # position of the reply
     logits, token = run.logits, None
     while window.next < state.capacity:
-        began = time.perf_counter()
+        started = time.perf_counter()
         leading, prompt = window.leading, unread if window.base < first else 0
         size = options.window + (leading if options.order == "streaming" or window.base < first else 0)
         window.add([mask] * (min(size, state.capacity - window.base) - len(window)), False)
@@ -197,10 +197,10 @@ def decode_windows(run: DecoderRun) -> Generator[Request, Any, None]:
         computed = time.perf_counter()
         final, following = (yield from _confirmed(run, window, done)) if options.checks else (leading, None)
         if not runs_ahead:
-            stats.count_step(len(step) - prompt, computed - began)
+            stats.count_step(len(step) - prompt, computed - started)
         yield from _emit_and_commit(run, window, final)
         if runs_ahead:  # the step was in flight until now
-            stats.count_step(len(step) - prompt, computed - began)
+            stats.count_step(len(step) - prompt, computed - started)
         committed = time.perf_counter()
         is_full = not masks and state.length < state.capacity  # in the paper's order
         restarts = following is not None and (final < leading or is_full)
@@ -239,10 +239,10 @@ def _opened(run: DecoderRun) -> Generator[Request, Any, _Window]:
 
 def _confirmed(run: DecoderRun, window: _Window, done: Computed) -> Generator[Request, Any, tuple[int, int]]:
     """Read what follows each leading position; return how many of them are final, and the token after these."""
-    began = time.perf_counter()
+    started = time.perf_counter()
     (best,) = yield Read((done.sampled,))
     final = window.confirm(best, done.logits)
-    run.wedlm.seconds["choice"] += time.perf_counter() - began
+    run.wedlm.seconds["choice"] += time.perf_counter() - started
     return final, int(best[final - 1])
 
 
@@ -251,11 +251,11 @@ def _compute_last(run: DecoderRun, window: _Window, prompt: int) -> Generator[Re
 
     prompt  tokens of the prompt among them
     """
-    began, stats = time.perf_counter(), run.wedlm
+    started, stats = time.perf_counter(), run.wedlm
     step, _ = window.step()
     done = yield Rows(step, run.sampler, slice(len(step) - 1, len(step)), target_only=True)
     run.state.commit(np.arange(len(step)))
-    stats.count_step(len(step) - prompt, time.perf_counter() - began)
+    stats.count_step(len(step) - prompt, time.perf_counter() - started)
     stats.fills += 1
     return done.logits[-1:], done.sampled
 
@@ -265,7 +265,7 @@ def _emit_and_commit(run: DecoderRun, window: _Window, final: int) -> Generator[
 
     If the generator is closed at an Emit, the positions before the emitted one are committed.
     """
-    seconds, began, committed = run.wedlm.seconds, time.perf_counter(), final
+    seconds, started, committed = run.wedlm.seconds, time.perf_counter(), final
     try:
         while window.next < window.base + final:
             committed = window.next - window.base
@@ -274,18 +274,18 @@ def _emit_and_commit(run: DecoderRun, window: _Window, final: int) -> Generator[
     finally:
         emitted = time.perf_counter()
         run.state.commit(np.arange(committed))
-    seconds["host"] += emitted - began
+    seconds["host"] += emitted - started
     seconds["commit"] += time.perf_counter() - emitted
 
 
 def _emit_settled(run: DecoderRun, window: _Window) -> Generator[Request, Any, None]:
     """Emit the tokens of settled positions, which a later step commits."""
-    began = time.perf_counter()
+    started = time.perf_counter()
     try:
         for _ in range(window.next - window.base, window.settled):
             yield window.emit(run)
     finally:
-        run.wedlm.seconds["host"] += time.perf_counter() - began
+        run.wedlm.seconds["host"] += time.perf_counter() - started
 
 
 def _computed(
@@ -363,7 +363,7 @@ def decode_verified(run: DecoderRun) -> Generator[Request, Any, None]:
     yield Emit(token, run.logits)
     draft: list[int] = []
     while state.length < state.capacity:
-        began = time.perf_counter()
+        started = time.perf_counter()
         room = state.capacity - state.length - 1
         draft = draft[:room]
         masks = min(options.window, room - len(draft))
@@ -388,7 +388,7 @@ def decode_verified(run: DecoderRun) -> Generator[Request, Any, None]:
         finally:
             yielded = time.perf_counter()
             state.commit(np.arange(kept))
-            stats.count_step(len(tokens), computed - began)
+            stats.count_step(len(tokens), computed - started)
             stats.fills += 1
             stats.seconds["choice"] += chosen - computed
             stats.seconds["host"] += yielded - chosen

@@ -149,10 +149,10 @@ def main() -> None:
     log = []
     for step in range(args.steps):
         if step % (READS * WRITTEN // BATCH) == 0:
-            began = time.time()
+            started = time.time()
             for _ in range(POOL // 2 if step == 0 else 1):
                 pool.write()
-            writing += time.time() - began
+            writing += time.time() - started
         rows, anchors = pool.draw()
         tokens = pool.tokens[rows].long()
         value, proposed = step_loss(draft, target, pool.features[rows], tokens, anchors)

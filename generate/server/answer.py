@@ -49,14 +49,14 @@ class Generate:
         parsed = parse() if few else await run_in_threadpool(parse)
         given = self.service.options | dict(parsed.task.options)
         parsed = replace(parsed, task=replace(parsed.task, options=given))
-        task, began = parsed.task, time.perf_counter()
+        task, started = parsed.task, time.perf_counter()
         with self.service.admitted():
             preparing = self._preparing(task, facts)
             if task.stream:
-                await self._stream(parsed, preparing, began, scope, send)
+                await self._stream(parsed, preparing, started, scope, send)
                 return
             prompts = await preparing
-            async with self._events(prompts, task, began) as (found, count):
+            async with self._events(prompts, task, started) as (found, count):
                 replies = await finished_replies(found, len(prompts) * task.n, count)
             note(scope, usage=total({i: reply.finish.usage for i, reply in enumerate(replies)}, task.n))
             body = await run_in_threadpool(lambda: dumps(parsed.whole(replies)))  # long where it lists probabilities
@@ -84,9 +84,9 @@ class Generate:
         return await run_in_threadpool(job)
 
     @asynccontextmanager
-    async def _events(self, prompts: list[Ready], task: Task, began: float) -> AsyncIterator[tuple[Found, Count]]:
+    async def _events(self, prompts: list[Ready], task: Task, started: float) -> AsyncIterator[tuple[Found, Count]]:
         """Yield the events of all replies, and the function that counts an event; replies end with the context."""
-        with self.service.metrics.counting(task, began) as count:
+        with self.service.metrics.counting(task, started) as count:
             async with aclosing(events(self.service.llm, prompts, task)) as found:
                 yield found, count
 
@@ -103,7 +103,7 @@ class Generate:
         return shorter
 
     async def _stream(
-        self, parsed: Parsed, preparing: asyncio.Future[list[Ready]], began: float, scope: Message, send: Send
+        self, parsed: Parsed, preparing: asyncio.Future[list[Ready]], started: float, scope: Message, send: Send
     ) -> None:
         """Send the events as they come; a request that is refused before a keep-alive is due raises ApiError."""
         writer, usages = parsed.writer(scope["bimetal"]["id"]), dict[int, Usage]()
@@ -130,7 +130,7 @@ class Generate:
                     has_begun = True
                     await write(b"".join(writer.begin(sum(len(ready.prompt.tokens) for ready in prompts))))
 
-                async with self._events(prompts, parsed.task, began) as (found, count):
+                async with self._events(prompts, parsed.task, started) as (found, count):
                     with later(UNDISTURBED, begin) as begun:
                         async for index, event in found:
                             count(index, event)

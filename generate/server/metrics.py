@@ -72,8 +72,8 @@ class Metrics:
         self.load_seconds = 0.0
 
     @contextmanager
-    def counting(self, task: Task, began: float) -> Iterator[Callable[[int, Event], None]]:
-        """Yield a function that counts each event, with its reply's index, of a request that came at `began`."""
+    def counting(self, task: Task, started: float) -> Iterator[Callable[[int, Event], None]]:
+        """Yield a function that counts each event, with its reply's index, of a request that came at `started`."""
         self.observe("request_params_n", task.n)
         if "max_tokens" in task.options:
             self.observe("request_params_max_tokens", task.options["max_tokens"])
@@ -87,11 +87,11 @@ class Metrics:
                     now = time.perf_counter()
                     first = index not in latest
                     name = "time_to_first_token_seconds" if first else "inter_token_latency_seconds"
-                    self.observe(name, now - latest.get(index, began))
+                    self.observe(name, now - latest.get(index, started))
                     latest[index] = now
                 case Finish():
                     left, longest = left - 1, max(longest, event.usage.completion)
-                    self._finish(event, time.perf_counter() - began)
+                    self._finish(event, time.perf_counter() - started)
                 case Failed():
                     left -= 1
                     self.finished["error"] += 1

@@ -100,7 +100,7 @@ class Forward:
     async def _answer(self, body: dict[str, Any] | None, passed: Mapping[str, str], send: Send) -> None:
         compressor_of(self.service)
         with self.service.admitted():
-            began = time.perf_counter()
+            started = time.perf_counter()
             preparing = asyncio.ensure_future(self._prepared(body))
             try:
                 if body is not None and self._streams(body) and not await in_time(preparing):
@@ -109,7 +109,7 @@ class Forward:
                     await self._answer_now(await preparing, passed, send)
             finally:
                 preparing.cancel()
-            self.service.metrics.observe("e2e_request_latency_seconds", time.perf_counter() - began)
+            self.service.metrics.observe("e2e_request_latency_seconds", time.perf_counter() - started)
 
     def _streams(self, body: Mapping[str, Any]) -> bool:
         return self.path in SHORTENED and body.get("stream", self.dialect == "ollama") is True

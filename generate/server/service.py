@@ -47,9 +47,9 @@ class Service:
 
         def run() -> None:
             try:
-                began = time.perf_counter()
+                started = time.perf_counter()
                 make()
-                self.metrics.load_seconds = time.perf_counter() - began
+                self.metrics.load_seconds = time.perf_counter() - started
             except BaseException as error:
                 ended(error)
             else:

@@ -220,10 +220,10 @@ def test_all_gpus_work_at_once(spec):
         engine.schedule.has_read = engine.schedule.has_decoded = lambda *of: None  # prompts first, whatever time it is
         for _ in range(4 + 4 * batches):  # until steps are captured
             engine.turn()
-        began, busy = clock.host, list(clock.busy)
+        started, busy = clock.host, list(clock.busy)
         for _ in range(12 * batches):
             engine.turn()
-        taken.append((clock.host - began, [after - before for after, before in zip(clock.busy, busy, strict=True)]))
+        taken.append((clock.host - started, [after - before for after, before in zip(clock.busy, busy, strict=True)]))
     (turns, alone), (overlapped, halves) = taken
     assert turns > 0.9 * sum(alone)
     assert overlapped < 1.15 * max(halves)

@@ -653,19 +653,19 @@ def test_a_thousand_clients_on_64_slots(tmp_path):
         prompts = [f"{at:04d} is a number" for at in range(count)]
 
         async def ask(prompt):
-            began = time.perf_counter()
+            started = time.perf_counter()
             body = json.dumps({"prompt": prompt, "max_tokens": 8, "temperature": 0}).encode()
             declared = {"content-length": str(len(body))}  # as clients do: threads overtake one another
             answer = await call(client.app, "POST", "/v1/completions", body, declared)
             ended.append(prompt)
-            return answer.json["choices"][0]["text"], time.perf_counter() - began
+            return answer.json["choices"][0]["text"], time.perf_counter() - started
 
         async def run():
             return await asyncio.gather(*map(ask, prompts))
 
-        began = time.perf_counter()
+        started = time.perf_counter()
         found = asyncio.run(run())
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started
         waits = sorted(wait for _, wait in found)
         print(
             f"{count} clients: p50 {waits[count // 2]:.1f} s, p99 {waits[count * 99 // 100]:.1f} s of {seconds:.1f} s"
