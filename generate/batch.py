@@ -59,7 +59,7 @@ class Request:
 
     @property
     def default_name(self) -> str:
-        """What an answer is called whose request has no name."""
+        """Name the answer to a request that has no `custom_id`."""
         return f"line-{self.line}"
 
     def custom_id(self) -> str | None:
