@@ -7,7 +7,7 @@ import numpy as np
 from common.decode.run import DecodeStats, WedlmStats
 from common.expert_stats import ExpertStats
 from common.reply import Parts, ReplyParser
-from common.sampling import log_softmax
+from common.sampling import best_of, log_softmax
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Logprob:
     def of(cls, row: np.ndarray, token: int, top: int) -> "Logprob":
         """Read `token` and the `top` best alternatives from a row of logits (vocab,) float32."""
         logprobs = log_softmax(row)
-        best = np.argsort(-logprobs, kind="stable")[:top]
-        return cls(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))
+        best = best_of(logprobs, top).tolist() if top else ()
+        return cls(token, float(logprobs[token]), tuple((i, float(logprobs[i])) for i in best))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from common.errors import NotFiniteError, UsageError
+from common.pieces import Logprob
 from common.sampling import Ahead, Sampler, Sampling, draw_weights, log_softmax, top_k
 
 ROW = np.log(np.array([0.5, 0.25, 0.125, 0.0625, 0.0625], np.float32))
@@ -198,3 +199,16 @@ def test_top_k_is_sorted_with_ties_to_the_smaller_id():
     assert np.allclose(np.exp(logp).sum(), np.exp([3, 3, 1]).sum() / np.exp([0, 3, 3, 1]).sum() + 1)
     with pytest.raises(NotFiniteError, match="1 of 4 logits are NaN"):
         top_k(np.array([[0.0, np.nan, 3, 1]], np.float32), 2)
+
+
+@pytest.mark.parametrize("top", [0, 1, 5, 40])
+def test_alternatives_are_in_the_order_of_a_whole_sort(top):
+    """Of equal log-probabilities the smaller id comes first, also where only some of them are among the best."""
+    random = np.random.default_rng(top)
+    for decimals in (0, 1, 6):
+        row = np.round(random.normal(size=40) * 2, decimals).astype(np.float32)
+        found = Logprob.of(row, 3, top)
+        order = sorted(range(40), key=lambda i, row=row: (-row[i], i))[:top]
+        assert [i for i, _ in found.top] == order
+        expected = row.astype(np.float64) - np.log(np.exp(row.astype(np.float64)).sum())
+        assert np.allclose([found.logprob, *(value for _, value in found.top)], expected[[3, *order]], atol=1e-6)
