@@ -113,7 +113,8 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
     while (left) {
         barrier_wait(full + 8 * s, phase);
         multiply<HALVES_AT_ONCE, EIGHTS_AT_ONCE>(acc, ring + s * STAGE + warp * TILE_BYTES, PackedRows{ring + s * STAGE + UNIT_BYTES, lane}, lane);
-        give_back<EIGHTS_AT_ONCE>(empty + 8 * s, none, acc);
+        // with many rows `none` would take a register from the unit
+        give_back<EIGHTS_AT_ONCE>(empty + 8 * s, COLS > 32 ? zero_of(empty + 8 * s) : none, acc);
         if (++s == STAGES) s = 0, phase ^= 1;
         const bool done = ++k_block == m.k_blocks;
         if (--left && !done) continue;
