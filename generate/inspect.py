@@ -77,14 +77,14 @@ def _eagle3(checkpoint: Checkpoint) -> None:
 def _shapes(config: Any, without: str = "") -> None:
     print("\nshapes")
     for key, value in asdict(config).items():
-        if key == without or isinstance(getattr(config, key), Ranks):
+        if key == without or value is None or isinstance(getattr(config, key), Ranks):
             continue
         if isinstance(getattr(config, key), Rope):
             rope = getattr(config, key)
             turn = 2 * math.pi / rope.frequencies[-1]
             value = f"{2 * len(rope.frequencies)} channels, the slowest pair turns in {turn:.0f} tokens"
         elif key == "is_attention":
-            value = f"{sum(value)} attention and {len(value) - sum(value)} Gated DeltaNet layers"
+            key, value = "layers", f"{sum(value)} attention and {len(value) - sum(value)} Gated DeltaNet layers"
         elif is_dataclass(getattr(config, key)):
             value = ", ".join(f"{k} {v}" for k, v in value.items())
         print(f"  {key:12} {value:g}" if isinstance(value, float) else f"  {key:12} {value}")

@@ -63,7 +63,7 @@ def _status(service: Service) -> list[BaseRoute]:
         _get("/props", lambda request: service.props()),
         _get("/tokenizer_info", lambda request: utilities.tokenizer_info(service.facts)),
         _get("/slots", lambda request: service.slots_list()),
-        _get("/v1/models", lambda request: model_list(service.facts)),
+        *(_get(f"{prefix}/models", lambda request: model_list(service.facts)) for prefix in PREFIXES),
         _get("/v1/models/{name:path}", lambda request: model_entry(service.facts)),
     ]
 

@@ -71,7 +71,8 @@ def build(service: Service, upstream: Upstream, policy: Policy, log: Log) -> Gua
     forward = partial(Forward, service, upstream, upstream.client(service.most))
     post = {path: path for path in (*SHORTENED, *PASSED)} | {path.removeprefix("/v1"): path for path in UNVERSIONED}
     routes += [Route(path, forward("POST", target), methods=["POST"]) for path, target in post.items()]
-    routes += [Route(path, forward("GET", path), methods=["GET"]) for path in READ]
+    get = {path: path for path in READ} | {"/models": "/v1/models"}
+    routes += [Route(path, forward("GET", target), methods=["GET"]) for path, target in get.items()]
     routes.append(Route("/v1/models/{name:path}", ForwardModel(partial(forward, "GET")), methods=["GET"]))
     return Guard(Router(routes, redirect_slashes=False), policy, log)
 

@@ -224,6 +224,7 @@ def test_figures(scripted):
 def test_the_model_as_clients_look_for_it(scripted):
     """Under the names of OpenAI, Anthropic, OpenRouter, vLLM, llama.cpp and LM Studio."""
     [model] = scripted.get("/v1/models").json()["data"]
+    assert scripted.get("/models").json()["data"] == [model]
     assert scripted.get("/v1/models/owner%2Fname").json() == model
     assert (model["object"], model["type"], model["id"], model["owned_by"]) == ("model", "model", "scripted", "bimetal")
     limits = {model[name] for name in ("context_length", "max_model_len", "max_context_length", "max_input_tokens")}

@@ -150,7 +150,8 @@ def test_a_server_behind_answers_as_itself(tmp_path, drafter):
             assert ask(path, given).json.keys() == behind.post(path, json=given).json().keys()
             given["stream"] = True
             assert len(ask(path, given).body) > 0.9 * len(behind.post(path, json=given).content)
-        assert ask("/v1/models", method="GET").json["data"][0]["id"] == "scripted"
+        for path in ("/v1/models", "/models"):
+            assert ask(path, method="GET").json["data"][0]["id"] == "scripted"
         assert ask(OLLAMA, {**SHORT[OLLAMA], "stream": False}).json["model"] == "other"
 
 
