@@ -179,6 +179,7 @@ def test_replies_take_it_and_flags_replace_it(model):
         assert (stats.rows, stats.fills) == rows["balanced"]
 
 
+@pytest.mark.long
 def test_a_calibrated_window_confirms_with_greedy_decoding_alone(model):
     kept = WedlmOptions(16, 2.0, 0.0, sure=0.0)
     file = wedlm_calibration.write(model, wedlm_calibration.Calibration(kept, 1.0, 1.0, "text"))

@@ -228,6 +228,7 @@ def test_the_limit_grows_with_the_conversation():
         render(copies.replace("10", "99"), [{"role": "user", "content": "x" * 10**6}])
 
 
+@pytest.mark.long
 def test_a_long_conversation_is_rendered_in_time():
     messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 40} for i in range(4000)]
     for source in TEMPLATES.values():

@@ -314,6 +314,7 @@ def test_inspect_names_a_tensor_of_a_wrong_shape(run, tmp_path):
     assert "wrong shape: model.norm.weight: shape (2, " in out
 
 
+@pytest.mark.long
 def test_bench_prints_a_table_and_logs_rows(run, tmp_path):
     log = tmp_path / "rows.tsv"
     argv = ["bench", "--contexts", "8,16", "--new-tokens", "4", "--runs", "2", "--log", str(log), "--note", "a test"]
@@ -604,6 +605,7 @@ def test_importing_generate_leaves_ctrl_c_to_the_program():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, preexec_fn=interruptible, check=True, timeout=60)
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_a_bench(folder):
     """It waited for all runs."""
     flags = ("--contexts", "8", "--new-tokens", "200", "--runs", "100000")
@@ -694,6 +696,7 @@ def test_a_closed_stdin_is_no_prompt(folder):
     assert b"the prompt on stdin is empty" in done.stderr
 
 
+@pytest.mark.long
 def test_a_locale_of_ascii(tmp_path):
     """The reply broke off at the first character that ASCII lacks; prompts and folders beyond it were refused."""
     folder = write(tmp_path / "modèle")

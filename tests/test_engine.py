@@ -445,7 +445,7 @@ def test_tokens_of_a_step_are_sampled_in_one_call(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["qwen35", "laguna", "glm", pytest.param("demo", marks=pytest.mark.slow)])
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_greedy_texts_on_mlx(name, tmp_path, monkeypatch):
     """Up to near-ties: MLX multiplies several rows in another order than one."""
     monkeypatch.setattr("common.models.DIVIDED_ROWS", 20)

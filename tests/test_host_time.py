@@ -71,7 +71,7 @@ print(arena.nbytes, model.ops.work_bytes(sizes, host_time.CONTEXT, 1024))
 
 
 @pytest.mark.parametrize(("shape", "streams"), [("wedlm-8b", 64), ("qwen3.6-27b", 20), ("glm-4.7-flash", 16)])
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_memory_of_a_pool_that_fills_up(shape, streams):
     """Attention's sums take one chunk, as predicted, while the rows of a step grow from one bucket to the next."""
     command = [sys.executable, "-c", FILLING.format(shape=shape, streams=streams)]

@@ -68,6 +68,7 @@ def test_auto_takes_the_widest_that_fits(demo, monkeypatch, capsys):
     assert ", else the last, of native/native, q8_0/q8_0, q8_0/lm4, lm4/lm4, tq3_0/tq3_0\n" in err
 
 
+@pytest.mark.long
 def test_fit_and_inspect_choose_as_loading_does(demo, monkeypatch, capsys):
     """`--kv auto` was refused."""
     weights = predict_weights(open_checkpoint(demo_path()), demo.layout, demo.ops)
@@ -186,6 +187,7 @@ def test_speculation_is_lossless_with_the_same_cache(demo, pair):
         assert tokens(drafted, kind) == plain, kind
 
 
+@pytest.mark.long
 def test_perplexity_against_the_same_model(tmp_path, capsys):
     text = tmp_path / "text.py"
     text.write_text(CODE * 12)

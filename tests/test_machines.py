@@ -229,7 +229,7 @@ def test_a_model_beyond_the_memory_of_one_runs_on_two(tmp_path, flags) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--tensor-parallel", "2"]], ids=["layers", "tensor parallel"])
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_a_chat_prompt_has_a_step_without_logits(tmp_path, flags) -> None:
     """Of quantized weights, whose product without rows ends MLX's process."""
     pytest.importorskip("mlx.core", reason="mlx is not installed")

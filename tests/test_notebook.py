@@ -86,6 +86,7 @@ def test_the_card_of_a_model(tmp_path):
     assert "<b>&lt;i&gt;</b>" in model_card("<i>", {})
 
 
+@pytest.mark.long
 def test_loading_and_long_prompts_show_the_notebooks_bar(tmp_path):
     """Each in the cell that waits for it, unless the caller chose otherwise."""
     sources = (

@@ -92,6 +92,7 @@ def test_two_conversations_in_turns_and_a_restart(template, repeats, turns, tmp_
         assert replies == texts_without_cache(template, alone, turns)
 
 
+@pytest.mark.long
 def test_an_agent_that_sends_everything_again():
     """Tool results, a repeated request, a changed last message, and the same system prompt in another conversation."""
     messages = opening("files", 16)

@@ -110,6 +110,7 @@ def test_a_real_suite_and_bench(run, tmp_path, monkeypatch):
     assert int(out.split()[0]) >= 9
 
 
+@pytest.mark.long
 def test_ctrl_c_keeps_what_is_known(tmp_path):
     sleeping, out = tmp_path / "pid", tmp_path / "report.md"
     (tmp_path / "test_slow.py").write_text(

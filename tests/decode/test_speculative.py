@@ -311,7 +311,7 @@ class Markov:
 
 
 @pytest.mark.parametrize("kind", ["lookup", "tree"])
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_chi_square(kind, monkeypatch):
     """6,000 texts of three tokens against their exact probabilities: 124 degrees of freedom, p = 0.001 at 179."""
     monkeypatch.setattr(speculative, "check", lambda *_: None)

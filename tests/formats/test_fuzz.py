@@ -188,6 +188,7 @@ def test_any_json_in_the_header(folder, name, key, value):
 
 @QUICK
 @given(key=st.sampled_from(["bits", "group_size", "mode", "a", "quant_method"]), module=st.booleans(), value=JSON)
+@pytest.mark.long
 def test_any_json_in_the_config(folder, key, module, value):
     config = json.loads(json.dumps(CONFIG))
     table = config["quantization"]["a"] if module else config["quantization"]

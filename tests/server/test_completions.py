@@ -231,6 +231,7 @@ def test_the_model_as_clients_look_for_it(scripted):
     assert limits == {model["meta"]["n_ctx"]} == {4096}
 
 
+@pytest.mark.long
 def test_windows_of_the_server():
     """Flags of speculation and windows were refused; they hold for every request that may decode so."""
     figures = []

@@ -130,6 +130,7 @@ def test_experts_are_found_through_a_table_of_slots(type_):
 
 
 @pytest.mark.parametrize("T", [2, 40])
+@pytest.mark.long
 def test_streamed_experts_have_the_bits_of_a_stack(T):
     """The whole op over slots that are filled expert by expert; of few rows and of rows sorted by slot."""
     gate_up, down, ops = stored("Q6_K", 3, 512, 256), stored("Q3_K", 3, 256, 256), MlxOps()
