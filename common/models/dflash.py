@@ -18,7 +18,6 @@ from common.models import Model
 from common.models.blocks import RowFn, swiglu_ffn
 from common.models.dflash_config import Config
 from common.models.pair import Pair, Pass
-from common.models.taps import tapped
 from common.ops import Array, Ops
 from common.step import State, Step
 from common.storage import KVSpec, LayerSpec
@@ -117,9 +116,7 @@ class DflashPair(Pair):
         return self.draft.taps
 
     def last_layers(self, state: State, step: Step, rows: slice, layers: range, outputs: Mapping[int, Array]) -> Array:
-        logits, taken = tapped(self, self.taps, state, step, rows, layers)
-        outputs = {**outputs, **taken}
-        features = [outputs[i] for i in self.taps]
+        logits, features = self._tapped_to_last(state, step, rows, layers, outputs)
         write_context(self.ops, self.draft, self.draft_weights, self._draft_states(state), step, features)
         return logits
 

@@ -18,7 +18,6 @@ from common.models.blocks import swiglu_ffn
 from common.models.chain import ChainPair
 from common.models.eagle3_config import Config, read_config, target_ids
 from common.models.eagle3_weights import layout
-from common.models.taps import tapped
 from common.models.target import Target, target_of
 from common.ops import Array
 from common.step import State, Step
@@ -65,9 +64,8 @@ class Eagle3Pair(ChainPair):
         return self.draft.taps
 
     def last_layers(self, state: State, step: Step, rows: slice, layers: range, outputs: Mapping[int, Array]) -> Array:
-        logits, taken = tapped(self, self.taps, state, step, rows, layers)
-        outputs = {**outputs, **taken}
-        _, normed = self._hidden(state, step, self._fused([outputs[i] for i in self.taps]))
+        logits, features = self._tapped_to_last(state, step, rows, layers, outputs)
+        _, normed = self._hidden(state, step, self._fused(features))
         k, v = self._keys_values(step, self._embedded(step), normed)
         self.ops.write_kv(k, v, self._state(state).kv, step)
         return logits

@@ -75,6 +75,13 @@ class Pair(Model):
         x, taken = tapped(self, self.taps, state, step, slice(None), layers)
         return x, *taken.values()
 
+    def _tapped_to_last(
+        self, state: State, step: Step, rows: slice, layers: range, outputs: Mapping[int, Array]
+    ) -> tuple[Array, list[Array]]:
+        """Compute `layers` as `last_layers`; return the logits of `rows` and the outputs of all taps, in order."""
+        logits, taken = tapped(self, self.taps, state, step, rows, layers)
+        return logits, [taken[i] if i in taken else outputs[i] for i in self.taps]
+
     def _logits(self, state: State, step: Step, rows: slice) -> Array:
         return self.last_layers(state, step, rows, range(len(self.weights.layers)), {})
 
