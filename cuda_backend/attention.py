@@ -19,6 +19,7 @@ from cuda_backend.launch import kernel
 from cuda_backend.layout import (
     ONE_ROW_CODES,
     SPLIT_TILE,
+    blocks_of_warp,
     most_sums_bytes,
     one_row_tiles,
     padded,
@@ -29,6 +30,7 @@ from cuda_backend.layout import (
     split_tiles,
     sums_bytes,
     tail_places,
+    takes_64_rows,
     whole_tiles,
 )
 from cuda_backend.lazy import Lazy, Op, Target
@@ -160,8 +162,10 @@ def pieces_launch(
         if ctas:
             return "one_row", sizes, shared, (128, T), ctas
     rows = split_rows(card, keys.width, T * group, *cache)
+    if not window and takes_64_rows(card, keys.width, T * group // step.runs, *cache, step.long_past):
+        rows = 64
     sizes, shared, ctas = split_tiles(card, keys.width, rows, *cache)
-    return "split", sizes, shared, (8 * rows, row_blocks(T, step.runs, group, rows)), ctas
+    return "split", sizes, shared, (8 * rows // blocks_of_warp(rows), row_blocks(T, step.runs, group, rows)), ctas
 
 
 def one_row_reads(keys: Plane, values: Plane, group: int, window: int) -> bool:

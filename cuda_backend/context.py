@@ -19,7 +19,7 @@ from cuda_backend.launch import Stream
 from cuda_backend.memory import Arena, Memory, upload
 from cuda_backend.occupancy import Card
 from cuda_backend.prototypes import ROPE
-from cuda_backend.replay import DeviceStep, Replay, RunInput, one_row_each
+from cuda_backend.replay import DeviceStep, Replay, RunInput, long_past, one_row_each
 from cuda_backend.routing_replay import Routing
 from cuda_backend.runs import runs_of
 from cuda_backend.segments import Shape
@@ -83,7 +83,8 @@ class Context:
             if isinstance(store, KVStore):
                 store.note_step(runs)
         replay = self.replay
-        shape = Shape(len(step), len(runs), one_row_each(step, runs))
+        pasts = [run.past for run in inputs]
+        shape = Shape(len(step), len(runs), one_row_each(step, runs), long_past(step, pasts))
         return replay.uploaded(replay.inputs_for(step, own=True), shape, step, kept, inputs)
 
     def rope_of(self, rope: Rope | None, positions: Array | None) -> np.ndarray:

@@ -227,7 +227,7 @@ def latent_tiles(card: Card, width: int) -> tuple[int, int, int]:
 def split_tiles(
     card: Card, width: int, rows: int, packed: int = 0, exact: bool = False
 ) -> tuple[tuple[str, ...], int, int]:
-    """Definitions of kernels/split.cu for 16 or 32 rows a CTA, its shared memory, bytes, CTAs of a multiprocessor.
+    """Definitions of kernels/split.cu for 16, 32 or 64 rows a CTA, its shared memory, bytes, CTAs of a multiprocessor.
 
     packed  bytes of the longest row of the cache where rows are not float16: buffers hold rows as they are
     exact   whether some tokens are read as float16 beside them
@@ -241,7 +241,9 @@ def split_tiles(
         shared += buffers * SPLIT_TILE * packed
         return min(most, card.shared // (shared + 2048)), buffers, shared
 
-    choices = (2, 3, 4) if rows == 16 else (2, 3) if packed else (2, 4)  # others spill registers
+    choices = (
+        (2, 3, 4) if rows == 16 else (2, 3) if packed else (2, 4) if rows == 32 else (2,)
+    )  # others spill registers
     ctas, buffers, shared = max(fit(n) for n in choices)
     if not ctas:  # keys and values take turns
         ctas, buffers, shared = fit(1)
@@ -250,7 +252,13 @@ def split_tiles(
             f"{card.name} has too little shared memory for heads of {width} in rows of {packed} bytes; "
             "supported are keys and values of fewer bits, or both in f16"
         )
-    return (f"D={width}", f"ROWS={rows}", f"BUFFERS={buffers}", f"CTAS={ctas}"), shared, ctas
+    sizes = f"D={width}", f"ROWS={rows}", f"OF_WARP={blocks_of_warp(rows)}", f"BUFFERS={buffers}", f"CTAS={ctas}"
+    return sizes, shared, ctas
+
+
+def blocks_of_warp(rows: int) -> int:
+    """Return the blocks of 16 rows that a warp of kernels/split.cu computes, for `rows` rows a CTA."""
+    return max(1, rows // 32)
 
 
 def one_row_tiles(card: Card, width: int, packed: int = 0, exact: bool = False) -> tuple[tuple[str, ...], int, int]:
@@ -278,6 +286,24 @@ def split_rows(card: Card, width: int, rows: int, packed: int = 0, exact: bool =
     except BimetalError:
         return 16
     return 32
+
+
+def takes_64_rows(
+    card: Card, width: int, rows: int, packed: int = 0, exact: bool = False, long_past: bool = False
+) -> bool:
+    """Test whether CTAs of 64 rows are faster than those of 32, where each sequence has `rows` per head of keys.
+
+    They read the cache half as often, but are half as many, which a short context leaves without work for all
+    multiprocessors. Heads wider than 128 would take all registers of a multiprocessor for one CTA.
+
+    long_past  whether the context is long
+    """
+    if width > 128 or rows < (48 if long_past else 128):
+        return False
+    try:
+        return split_tiles(card, width, 64, packed, exact)[2] == 2
+    except BimetalError:
+        return False
 
 
 def whole_tiles(card: Card, width: int) -> tuple[tuple[str, ...], int]:

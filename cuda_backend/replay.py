@@ -30,6 +30,7 @@ Table = MutableMapping[Shape, Program | None]  # captured steps of a function; N
 NO_PATH = np.empty(0, np.int32)
 BUCKETS = (1, 8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 136)
 
+LONG_PAST = 8192  # committed tokens from which attention takes larger blocks of rows: docs/experiments/attention.md
 LONG_ROWS = 1024  # most rows of a long step that is captured: the host takes longer than the device to launch fewer
 LONG_PROGRAMS = 32  # long steps that stay captured, of each function
 
@@ -64,6 +65,7 @@ class DeviceStep:
     address       of the StepState
     runs          largest number of sequences
     one_row_each  whether each of several sequences has one row
+    long_past     as Shape.long_past
     is_block      whether all rows of a sequence see each other
     slot, past    slot and committed positions of the one sequence of a prefill step
     hidden        as Step.hidden
@@ -76,6 +78,7 @@ class DeviceStep:
     owner: Any = None
     runs: int = 1
     one_row_each: bool = False
+    long_past: bool = False
     is_block: bool = False
     slot: int = 0
     past: int = 0
@@ -220,6 +223,7 @@ class Inputs:
                 self.memory,
                 shape.runs,
                 shape.one_row_each,
+                shape.long_past,
                 is_block,
             )
         return self.steps[shape, is_block]
@@ -346,12 +350,18 @@ def bucket(T: int) -> int:
 
 def shape_of(pool: Any, step: Step, runs: Sequence[Run]) -> Shape:
     T = bucket(len(step))
-    return Shape(T, min(pool.slots, T), one_row_each(step, runs))
+    pasts = [pool.lengths[run.slot] for run in runs]
+    return Shape(T, min(pool.slots, T), one_row_each(step, runs), long_past(step, pasts))
 
 
 def one_row_each(step: Step, runs: Sequence[Run]) -> bool:
     """Test whether a step has several sequences and one row of each."""
     return 1 < len(step) == len(runs)
+
+
+def long_past(step: Step, pasts: Sequence[int]) -> bool:
+    """Test whether rows of a step share a sequence of LONG_PAST committed tokens or more: `pasts`, of each sequence."""
+    return len(step) > len(pasts) and max(pasts) >= LONG_PAST
 
 
 def table_of(state: Any, fn: Callable[..., Any]) -> Table:

@@ -29,11 +29,13 @@ class Shape(NamedTuple):
     T             largest number of rows
     runs          largest number of sequences
     one_row_each  whether each of several sequences has one row
+    long_past     whether rows share a sequence that has replay.LONG_PAST committed tokens or more
     """
 
     T: int
     runs: int = 1
     one_row_each: bool = False
+    long_past: bool = False
 
 
 class Program(NamedTuple):

@@ -3,9 +3,9 @@
 // In        q [T][H][D] float16 and keys and values [K][place][D] float16, the step's rows already there
 //           (to_cache.cu, heads_to_cache.cu)
 // Out       of every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
-// Build     formats.cuh; D, a multiple of 16 up to 256, of 32 where rows are packed; ROWS of a CTA, 16 or 32; BUFFERS: tiles of keys or values in shared memory; CTAS of
+// Build     formats.cuh; D, a multiple of 16 up to 256, of 32 where rows are packed; ROWS of a CTA, 16, 32 or 64; OF_WARP: blocks of 16 rows that a warp computes, 2 for 64 rows, else 1; BUFFERS: tiles of keys or values in shared memory; CTAS of
 //           a multiprocessor; WINDOWED: flash.cuh; ALONE: the step has one sequence, whose share of the CTAs is known; EXACT, of packed rows alone: exact.cuh
-// Work      rows are (t, query head of the group), four warps for 16 of them. Of a tile's products with q a warp takes 16
+// Work      rows are (t, query head of the group), four warps for OF_WARP blocks of 16 of them. Of a tile's products with q a warp takes 16
 //           positions; the probabilities are shared, and it adds a quarter of the values' columns. A CTA keeps its rows
 //           and goes through its share of the pieces, whose tiles arrive ahead of it, committed ones before the kernels
 //           before this one have ended. A tree's row sees other rows than its neighbours: the tiles after the committed
@@ -26,6 +26,8 @@
 //           16 rows per CTA above 16 rows -> 17.4 against 12.6 at 22 rows, 48 against 32.5 at 64: tiles are read more often
 //           64 rows per CTA -> 435 against 495 at 64 rows and 32K, but one CTA per multiprocessor: 48 against 37 at one row; as a
 //             third build 30.8 against 32.5 at 64 rows, but 20.5 against 12.6 at 22
+//           96 rows per CTA, three blocks a warp (heads of 256) -> 104 against 117 us at 16 rows and 32K, 199 against 189 at 22; 144 rows
+//             203 against 189 at 22 rows, and spill registers; of q8_0 176 against 254 (docs/experiments/attention.md)
 //           four warps for 32 rows, a quarter less read of shared memory -> step 950 against 947 at 22 rows: tiles wait for one phase
 //             after another
 //           three CTAs with three buffers instead of two with four -> WeDLM's step 552 against 541 at 16 rows
@@ -40,7 +42,10 @@
 
 #define STRIDE (D + 8)  // halves; an odd number of 16-byte units, so that ldmatrix meets no bank twice
 #define TILE 64         // positions
-#define CTA (ROWS * 8)  // threads
+#ifndef OF_WARP
+#define OF_WARP 1
+#endif
+#define CTA (ROWS * 8 / OF_WARP)  // threads
 #define LINE (D / 8)    // copies of 16 bytes of a position
 #define PROBABILITIES (TILE + 8)
 #define NV ((D / 16 + 3) / 4)  // blocks of 16 columns of a warp
@@ -267,8 +272,18 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
         if (EXACT && threadIdx.x < ROWS) shifts[threadIdx.x] = threadIdx.x < rows ? exact.shift[heads[threadIdx.x]] : 0.0f;
         commit();
         wait_all_but<0>();
-        const bool active = m * 16 < rows;
-        float o[2 * NV][4] = {}, l[2] = {0.0f, 0.0f}, top[2] = {MINUS_INFINITY, MINUS_INFINITY}, best[2];  // of rows lane / 4 and that + 8
+        const bool active = m * OF_WARP * 16 < rows;
+        auto own_row = [&](int j, int half) { return (m * OF_WARP + j) * 16 + lane / 4 + half * 8; };
+        float o[OF_WARP][2 * NV][4], l[OF_WARP][2], top[OF_WARP][2], best[OF_WARP][2];  // of rows lane / 4 and that + 8 of each block
+        auto begin_piece = [&] {
+#pragma unroll
+            for (int j = 0; j < OF_WARP; j++) {
+                l[j][0] = l[j][1] = 0.0f, top[j][0] = top[j][1] = MINUS_INFINITY;
+#pragma unroll
+                for (int n = 0; n < 2 * NV; n++) o[j][n][0] = o[j][n][1] = o[j][n][2] = o[j][n][3] = 0.0f;
+            }
+        };
+        begin_piece();
 #pragma unroll 1
         for (int tile = 0; coming[tile % 4].x < NOWHERE; tile++) {
             const int at = coming[tile % 4].x / (EXACT ? TILE : 2) * (EXACT ? TILE : 2);
@@ -291,19 +306,22 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 copy_exact(exact.keys);
             else if constexpr (PACKED)
                 unpack_tile<KEYS, !AS_OPERANDS>(tiles, stages + 2 * tile % BUFFERS * STAGE);
-            float s[2][2][4] = {};
+            float s[2][OF_WARP][2][4] = {};
             if (EXACT && !is_exact())
 #pragma unroll
-                for (int i = 0; i < 8; i++) s[0][i / 4][i % 4] = shifts[m * 16 + lane / 4 + i % 4 / 2 * 8];
+                for (int i = 0; i < 8 * OF_WARP; i++) s[0][i / 8][i / 4 % 2][i % 4] = shifts[own_row(i / 8, i % 4 / 2)];
             if (active) {
-                const u32 q_at = shared_address(qs + (m * 16 + lane % 16) * STRIDE + lane / 16 * 8);
+                const u32 q_at = shared_address(qs + (m * OF_WARP * 16 + lane % 16) * STRIDE + lane / 16 * 8);
                 const u32 k_at = shared_address(tiles + ((PACKED ? 0 : 2 * tile % BUFFERS * TILE) + c * 16 + lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8);
-                auto multiply = [&](float (&sum)[2][4], int d) {
+                auto multiply = [&](float (&sum)[OF_WARP][2][4], int d) {
                     u32 a[4], k[4];
-                    ldmatrix(a, q_at + d * 32);
                     ldmatrix(k, k_at + d * 32);
-                    mma(sum[0], a, k[0], k[1]);
-                    mma(sum[1], a, k[2], k[3]);
+#pragma unroll
+                    for (int j = 0; j < OF_WARP; j++) {
+                        ldmatrix(a, q_at + (j * 16 * STRIDE + d * 16) * 2);
+                        mma(sum[j][0], a, k[0], k[1]);
+                        mma(sum[j][1], a, k[2], k[3]);
+                    }
                 };
 #pragma unroll 4
                 for (int d = 0; d < D / 16; d += 2) {  // two sums, since one would wait for itself
@@ -312,125 +330,145 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 }
                 [[maybe_unused]] const bool all = at + TILE <= past && !window;
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    float most = MINUS_INFINITY;
-                    const int2 span = spans[m * 16 + lane / 4 + half * 8];
+                for (int j = 0; j < OF_WARP; j++)
 #pragma unroll
-                    for (int n = 0; n < 2; n++)
+                    for (int half = 0; half < 2; half++) {
+                        float most = MINUS_INFINITY;
+                        const int2 span = spans[own_row(j, half)];
 #pragma unroll
-                        for (int e = 0; e < 2; e++) {
-                            float& x = s[0][n][2 * half + e];
-                            const int position = at + c * 16 + n * 8 + lane % 4 * 2 + e;
+                        for (int n = 0; n < 2; n++)
+#pragma unroll
+                            for (int e = 0; e < 2; e++) {
+                                float& x = s[0][j][n][2 * half + e];
+                                const int position = at + c * 16 + n * 8 + lane % 4 * 2 + e;
 #if EXACT
-                            const int own = position - mask.past, p = job < 0 && own >= 0 ? mask.past + offsets[min(own, MAX_DECODE_ROWS)] : position;
-                            const bool see = position <= span.y && (u32)(p - exact.first) < (u32)span.x != is_exact();
+                                const int own = position - mask.past, p = job < 0 && own >= 0 ? mask.past + offsets[min(own, MAX_DECODE_ROWS)] : position;
+                                const bool see = position <= span.y && (u32)(p - exact.first) < (u32)span.x != is_exact();
 #else
-                            const bool see = all || (position <= span.y && (position >= span.x || position < sinks));
+                                const bool see = all || (position <= span.y && (position >= span.x || position < sinks));
 #endif
-                            x = see ? (x + s[1][n][2 * half + e]) * scale : MINUS_INFINITY;
-                            most = fmaxf(most, x);
-                        }
-                    most = fmaxf(most, __shfl_xor_sync(FULL, most, 1));
-                    most = fmaxf(most, __shfl_xor_sync(FULL, most, 2));
-                    if (lane % 4 == 0) tops[c * ROWS + m * 16 + lane / 4 + half * 8] = most;
-                }
+                                x = see ? (x + s[1][j][n][2 * half + e]) * scale : MINUS_INFINITY;
+                                most = fmaxf(most, x);
+                            }
+                        most = fmaxf(most, __shfl_xor_sync(FULL, most, 1));
+                        most = fmaxf(most, __shfl_xor_sync(FULL, most, 2));
+                        if (lane % 4 == 0) tops[c * ROWS + own_row(j, half)] = most;
+                    }
             }
             __syncthreads();
             fetch(2 * tile + BUFFERS, BUFFERS > 1 || tile > 0);  // of one buffer the values of this tile
             if (active)
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int r = m * 16 + lane / 4 + half * 8;
-                    float most = tops[r];
+                for (int j = 0; j < OF_WARP; j++)
 #pragma unroll
-                    for (int w = 1; w < TILE / 16; w++) most = fmaxf(most, tops[w * ROWS + r]);
-                    best[half] = ceilf(most);
-                    const float base = most == MINUS_INFINITY ? 0.0f : best[half];
+                    for (int half = 0; half < 2; half++) {
+                        const int r = own_row(j, half);
+                        float most = tops[r];
 #pragma unroll
-                    for (int n = 0; n < 2; n++)
-                        *(u32*)(ps + r * PROBABILITIES + c * 16 + n * 8 + lane % 4 * 2) =
-                            to_half2(exp2f(s[0][n][2 * half] - base), exp2f(s[0][n][2 * half + 1] - base));
-                }
+                        for (int w = 1; w < TILE / 16; w++) most = fmaxf(most, tops[w * ROWS + r]);
+                        best[j][half] = ceilf(most);
+                        const float base = most == MINUS_INFINITY ? 0.0f : best[j][half];
+#pragma unroll
+                        for (int n = 0; n < 2; n++)
+                            *(u32*)(ps + r * PROBABILITIES + c * 16 + n * 8 + lane % 4 * 2) =
+                                to_half2(exp2f(s[0][j][n][2 * half] - base), exp2f(s[0][j][n][2 * half + 1] - base));
+                    }
             wait_all_but<BUFFERS - 1>();
             if (is_exact())
                 copy_exact(exact.values);
             else if constexpr (PACKED)
                 unpack_tile<VALUES, true>(tiles, stages + (2 * tile + 1) % BUFFERS * STAGE);
             if (active) {
-                const u32 p_at = shared_address(ps + (m * 16 + lane % 16) * PROBABILITIES + lane / 16 * 8);
-                u32 p[TILE / 16][4];
-                float before[2], after[2], ones[4] = {};  // factors; times ones
+                const u32 p_at = shared_address(ps + (m * OF_WARP * 16 + lane % 16) * PROBABILITIES + lane / 16 * 8);
+                auto load_probabilities = [&](u32 (&to)[4], int j, int k) { ldmatrix(to, p_at + (j * 16 * PROBABILITIES + k * 16) * 2); };
+                u32 p[OF_WARP == 1 ? TILE / 16 : 1][4];  // of more blocks they are read again
+                float before[OF_WARP][2], after[OF_WARP][2];  // factors
 #pragma unroll
-                for (int k = 0; k < TILE / 16; k++) {
-                    ldmatrix(p[k], p_at + k * 32);
-                    mma(ones, p[k], 0x3c003c00, 0x3c003c00);
-                }
+                for (int j = 0; j < OF_WARP; j++) {
+                    float ones[4] = {};  // probabilities times ones
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const float both = fmaxf(top[half], best[half]);
-                    before[half] = power(top[half] - both), after[half] = power(best[half] - both);
-                    l[half] = l[half] * before[half] + ones[2 * half] * after[half];
-                    top[half] = both;
+                    for (int k = 0; k < TILE / 16; k++) {
+                        u32(&own)[4] = p[OF_WARP == 1 ? k : 0];
+                        load_probabilities(own, j, k);
+                        mma(ones, own, 0x3c003c00, 0x3c003c00);
+                    }
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        const float both = fmaxf(top[j][half], best[j][half]);
+                        before[j][half] = power(top[j][half] - both), after[j][half] = power(best[j][half] - both);
+                        l[j][half] = l[j][half] * before[j][half] + ones[2 * half] * after[j][half];
+                        top[j][half] = both;
+                    }
                 }
                 const u32 v_at = shared_address(tiles + ((PACKED ? 0 : (2 * tile + 1) % BUFFERS * TILE) + lane % 16) * STRIDE + c * 16 + lane / 16 * 8);
 #pragma unroll
                 for (int n = 0; n < NV; n++) {
                     if (D % 64 && (n * 4 + c) * 16 >= D) break;
-                    float sum[2][4] = {};
-#pragma unroll
+                    float sum[OF_WARP][2][4] = {};
+#pragma unroll (OF_WARP > 1 ? 2 : 4)  // of more blocks, all at once would spill registers
                     for (int k = 0; k < TILE / 16; k++) {
                         u32 v[4];
                         ldmatrix_transposed(v, v_at + (k * 16 * STRIDE + n * 64) * 2);
-                        mma(sum[0], p[k], v[0], v[1]);
-                        mma(sum[1], p[k], v[2], v[3]);
+#pragma unroll
+                        for (int j = 0; j < OF_WARP; j++) {
+                            u32(&own)[4] = p[OF_WARP == 1 ? k : 0];
+                            if (OF_WARP > 1) load_probabilities(own, j, k);
+                            mma(sum[j][0], own, v[0], v[1]);
+                            mma(sum[j][1], own, v[2], v[3]);
+                        }
                     }
 #pragma unroll
-                    for (int j = 0; j < 2; j++)
+                    for (int j = 0; j < OF_WARP; j++)
 #pragma unroll
-                        for (int e = 0; e < 4; e++) {
-                            float& x = o[2 * n + j][e];
-                            x = __fmaf_rn(sum[j][e], after[e / 2], x * before[e / 2]);  // both products are exact
-                        }
+                        for (int i = 0; i < 2; i++)
+#pragma unroll
+                            for (int e = 0; e < 4; e++) {
+                                float& x = o[j][2 * n + i][e];
+                                x = __fmaf_rn(sum[j][i][e], after[j][e / 2], x * before[j][e / 2]);  // both products are exact
+                            }
                 }
                 if (EXACT && coming[tile % 4].x & 4) {
 #pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        const int r = m * 16 + lane / 4 + half * 8;
-                        if (r >= rows) continue;
-                        const float2 rest = written[coming[tile % 4].x / TILE % 2 ^ 1][r];
-                        const float both = fmaxf(top[half], rest.x), here = power(top[half] - both), there = power(rest.x - both);
-                        l[half] = l[half] * here + rest.y * there, top[half] = both;
-                        const float* in = sums + ((s64)coming[tile % 4].y * T * H + heads[r]) * D + c * 16 + lane % 4 * 2;
+                    for (int j = 0; j < OF_WARP; j++)
 #pragma unroll
-                        for (int n = 0; n < NV; n++)
+                        for (int half = 0; half < 2; half++) {
+                            const int r = own_row(j, half);
+                            if (r >= rows) continue;
+                            const float2 rest = written[coming[tile % 4].x / TILE % 2 ^ 1][r];
+                            const float both = fmaxf(top[j][half], rest.x), here = power(top[j][half] - both), there = power(rest.x - both);
+                            l[j][half] = l[j][half] * here + rest.y * there, top[j][half] = both;
+                            const float* in = sums + ((s64)coming[tile % 4].y * T * H + heads[r]) * D + c * 16 + lane % 4 * 2;
 #pragma unroll
-                            for (int j = 0; j < 2; j++) {
-                                if (D % 64 && (n * 4 + c) * 16 >= D) continue;
-                                const float2 x = *(const float2*)(in + n * 64 + j * 8);
-                                o[2 * n + j][2 * half] = __fmaf_rn(o[2 * n + j][2 * half], here, x.x * there);
-                                o[2 * n + j][2 * half + 1] = __fmaf_rn(o[2 * n + j][2 * half + 1], here, x.y * there);
-                            }
-                    }
+                            for (int n = 0; n < NV; n++)
+#pragma unroll
+                                for (int i = 0; i < 2; i++) {
+                                    if (D % 64 && (n * 4 + c) * 16 >= D) continue;
+                                    const float2 x = *(const float2*)(in + n * 64 + i * 8);
+                                    float(&mine)[4] = o[j][2 * n + i];
+                                    mine[2 * half] = __fmaf_rn(mine[2 * half], here, x.x * there);
+                                    mine[2 * half + 1] = __fmaf_rn(mine[2 * half + 1], here, x.y * there);
+                                }
+                        }
                 }
                 if (coming[tile % 4].x % 2) {
 #pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        const int r = m * 16 + lane / 4 + half * 8;
-                        if (r >= rows) continue;
-                        const s64 to = (s64)coming[tile % 4].y * T * H + heads[r];
-                        if (c == 0 && lane % 4 == 0) stats[to] = make_float2(top[half], l[half]);
-                        if (EXACT && c == 0 && lane % 4 == 0) written[coming[tile % 4].x / TILE % 2][r] = make_float2(top[half], l[half]);
-                        float* out = sums + to * D + c * 16 + lane % 4 * 2;
+                    for (int j = 0; j < OF_WARP; j++)
 #pragma unroll
-                        for (int n = 0; n < NV; n++)
+                        for (int half = 0; half < 2; half++) {
+                            const int r = own_row(j, half);
+                            if (r >= rows) continue;
+                            const s64 to = (s64)coming[tile % 4].y * T * H + heads[r];
+                            if (c == 0 && lane % 4 == 0) stats[to] = make_float2(top[j][half], l[j][half]);
+                            if (EXACT && c == 0 && lane % 4 == 0) written[coming[tile % 4].x / TILE % 2][r] = make_float2(top[j][half], l[j][half]);
+                            float* out = sums + to * D + c * 16 + lane % 4 * 2;
 #pragma unroll
-                            for (int j = 0; j < 2; j++)
-                                if (D % 64 == 0 || (n * 4 + c) * 16 < D)
-                                    *(float2*)(out + n * 64 + j * 8) = make_float2(o[2 * n + j][2 * half], o[2 * n + j][2 * half + 1]);
-                    }
-                    l[0] = l[1] = 0.0f, top[0] = top[1] = MINUS_INFINITY;
+                            for (int n = 0; n < NV; n++)
 #pragma unroll
-                    for (int n = 0; n < 2 * NV; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.0f;
+                                for (int i = 0; i < 2; i++)
+                                    if (D % 64 == 0 || (n * 4 + c) * 16 < D)
+                                        *(float2*)(out + n * 64 + i * 8) = make_float2(o[j][2 * n + i][2 * half], o[j][2 * n + i][2 * half + 1]);
+                        }
+                    begin_piece();
                 }
             }
             if (BUFFERS <= 2) {  // the values to come must not wait for the keys before them

@@ -43,6 +43,7 @@ from cuda_backend.layout import (
     single_defines,
     split_rows,
     split_tiles,
+    takes_64_rows,
     tile_defines,
     whole_tiles,
 )
@@ -65,6 +66,12 @@ def splits(card: Card, width: int, packed: int = 0, exact: bool = False) -> list
     """Builds of kernels/split.cu for few rows and for many."""
     rows = dict.fromkeys(split_rows(card, width, n, packed, exact) for n in (16, 32))
     return [split_tiles(card, width, n, packed, exact)[0] for n in rows]
+
+
+def splits_of_64(card: Card, width: int, packed: int = 0, exact: bool = False) -> list[tuple[str, ...]]:
+    """The build of kernels/split.cu for CTAs of 64 rows, if it has one; windows are not read by it."""
+    fits = takes_64_rows(card, width, 128, packed, exact)
+    return [split_tiles(card, width, 64, packed, exact)[0]] if fits else []
 
 
 def linear(card: Card, type_: str, cols: int) -> tuple[str, ...]:
@@ -129,6 +136,8 @@ def attention_builds(card: Card) -> list[Build]:
     builds += [("pieces", (*form, f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}")) for *form, gated, g in turned]
     tiles = [t for d in (16, 64, 80, 128, 256) for t in splits(card, d)]
     builds += [("split", (*t, f"WINDOWED={w}", f"ALONE={alone}")) for t in tiles for w in (0, 1) for alone in (0, 1)]
+    tiles = [t for d in (16, 64, 80, 128) for t in splits_of_64(card, d)]
+    builds += [("split", (*t, "WINDOWED=0", f"ALONE={alone}")) for t in tiles for alone in (0, 1)]
     tiles = [t for t, _, ctas in (one_row_tiles(card, d) for d in (64, 128, 256)) if ctas]
     builds += [("one_row", (*t, f"WINDOWED={w}", f"ALONE={alone}")) for t in tiles for w in (0, 1) for alone in (0, 1)]
     builds += [("attention", defines) for defines in heads(card)]
@@ -160,6 +169,9 @@ def packed_builds(card: Card) -> list[Build]:
         builds += [("split", (*t, *formats, f"WINDOWED={w}", f"ALONE={w}")) for t in tiles for w in (0, 1)]
         tiles = splits(card, d, longest, exact=True)
         builds += [("split", (*t, *exact, "WINDOWED=0", "ALONE=0")) for t in tiles]
+        for form in (formats, exact):
+            tiles = splits_of_64(card, d, longest, form is exact)
+            builds += [("split", (*t, *form, "WINDOWED=0", f"ALONE={alone}")) for t in tiles for alone in (0, 1)]
         if d in (128, 256) and {keys.lower(), values.lower()} <= ONE_ROW_CODES:
             tiled = [(one_row_tiles(card, d, longest, form is exact), form) for form in (formats, exact)]
             builds += [
@@ -391,7 +403,7 @@ def test_group_count():
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
-@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("rows", [16, 32, 64])
 def test_split_fits(card, rows):
     for width in (16, 64, 80, 128, 256):
         assert whole_tiles(card, width)[1] <= card.block_shared

@@ -17,6 +17,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 from cases import array  # noqa: E402
 from cuda_rows import attend, outliers, rows_of  # noqa: E402
 
+from cuda_backend import replay  # noqa: E402
 from cuda_backend.caches.formats import KEYS, PACKED  # noqa: E402
 from cuda_backend.layout import ONE_ROW_CODES  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
@@ -163,6 +164,27 @@ def test_one_row_has_the_bits_of_many(pair, counts, H, K, D, past, rows, ops):
         many.state.commit([0])
         assert np.isfinite(alone).all()
         assert np.array_equal(alone[0], among[0])
+
+
+@pytest.mark.parametrize("pair", FEW, ids="/".join)
+def test_larger_blocks_behind_a_long_past(pair, ops, monkeypatch):
+    """Rows of two sequences that CTAs of 64 rows compute where one past is long have the bits of plain decoding."""
+    monkeypatch.setattr(replay, "LONG_PAST", 100)
+    spec = spec_of(pair, 2, 128, calibration=20, sinks=70, recent=30)
+    pool = ops.new_pool(spec, 2, 1200)
+    many, alone = (
+        [Read(ops, spec, 8, state) for state in states]
+        for states in ((pool.new_state(), pool.new_state()), (None, None))
+    )
+    for i, past in enumerate((300, 90)):
+        for read in (many[i], alone[i]):
+            read.chain(range(past))
+    steps = [Step.chain(np.arange(500, 514, dtype=np.int32), read.state.length) for read in many]
+    joined = JoinedStep.of(steps, np.concatenate([step.tokens for step in steps]), [r.state.slot for r in many])
+    pool.note_step(joined)
+    out = attend(ops, pool, rows_at(joined.tokens, many[0].heads, 128), joined)
+    for read, at in zip(alone, joined.runs, strict=True):
+        assert np.array_equal(np.concatenate([read.chain([token]) for token in range(500, 514)]), out[at])
 
 
 @pytest.mark.parametrize("past", [3, 6, 40, 200])
