@@ -19,12 +19,12 @@ from common.decode.tuner import FIRST, SharedTuner, TunerShare
 from common.decoders import Speculation
 from common.errors import CLOSED, BimetalError, NoRoomError
 from common.histogram import Histogram
-from common.joined import RowRunner
 from common.models import Model
 from common.models.window import windowed
 from common.ops import Array
 from common.options import GenerationOptions
 from common.pieces import Piece
+from common.row_runner import RowRunner
 from common.schedule import QUEUE, Schedule
 from common.sequence import Call, Sequence, Target
 from common.slot import Prefixes, Slot
