@@ -45,7 +45,7 @@ from generate.backends import Placement, check_draft, choose, leave_thread
 from generate.loading import load_all, make_room, resolve_draft
 from generate.machines import check_load, is_follower
 from generate.notebook import in_notebook, model_card
-from generate.owner import Owner
+from generate.owner_thread import OwnerThread
 from generate.prefixes import open_prefixes
 from generate.progress import PrefillBar
 from generate.streaming import save_profile
@@ -78,7 +78,7 @@ def _cancel(running: Running) -> None:
             cancel.set()
 
 
-def _shut(owner: Owner, running: Running) -> None:
+def _shut(owner: OwnerThread, running: Running) -> None:
     if owner.is_here:
         _cancel(running)
         owner.close()
@@ -139,7 +139,7 @@ class LLM:
         self._running: Running = weakref.WeakValueDictionary()
         self._headers: dict[tuple[str, str], list[int]] = {}
         self._loaded: Engine | None = None
-        self._owner = Owner(f"bimetal {self.path.name}", leave_thread)
+        self._owner = OwnerThread(f"bimetal {self.path.name}", leave_thread)
         self._shut = weakref.finalize(self, _shut, self._owner, self._running)  # also at exit, and when dropped
         self._loaded = self._owner.submit(lambda: self._load(checkpoint, options, placement, window)).result()
 

@@ -29,7 +29,7 @@ from common.reference import NumpyOps
 from common.schedule import SHARED_PREFILL_ROWS
 from common.sequence import Sequence
 from generate import progress
-from generate.owner import Inbox, Owner
+from generate.owner_thread import Inbox, OwnerThread
 
 ROOT = Path(__file__).parents[1]
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -629,7 +629,7 @@ def test_what_comes_at_once_wakes_an_event_loop_once():
 def test_what_has_come_is_delivered_before_a_job_runs():
     """A turn leaves pieces to the next launch, which a long job would put off."""
     done, turned, queued = list[str](), threading.Event(), threading.Event()
-    owner, loop = Owner("owner", lambda: None), asyncio.new_event_loop()
+    owner, loop = OwnerThread("owner", lambda: None), asyncio.new_event_loop()
     loop.call_soon_threadsafe = lambda *job: done.append("woken")
     inbox = owner.inbox(loop)
 
@@ -656,7 +656,7 @@ def reading(llm, monkeypatch):
     """A text of 200 tokens that is read in steps of 8, and what ran: "step" of the text, "token" of a reply."""
     monkeypatch.setattr("common.scores.PREFILL_ROWS", 8)
     monkeypatch.setattr("common.attention_scores.ROWS", 8)
-    monkeypatch.setattr("generate.owner.MOST_PAUSE", 0.0)
+    monkeypatch.setattr("generate.owner_thread.MOST_PAUSE", 0.0)
     ids, ran, take, run = [*range(2, 202)], list[str](), Sequence.take, NumpyOps.run
 
     def noted(self, compute, state, step):
@@ -711,8 +711,8 @@ def test_a_reply_goes_on_while_a_text_is_read(llm, reading, monkeypatch, entry):
 
 
 def test_a_long_job_takes_half_of_the_time_beside_turns(monkeypatch):
-    now, ran, owner = [0.0], list[str](), Owner("owner", lambda: None)
-    monkeypatch.setattr("generate.owner.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    now, ran, owner = [0.0], list[str](), OwnerThread("owner", lambda: None)
+    monkeypatch.setattr("generate.owner_thread.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def pass_time(name, seconds):
         now[0] += seconds
@@ -729,7 +729,7 @@ def test_a_long_job_takes_half_of_the_time_beside_turns(monkeypatch):
         return True
 
     owner.put(lambda: setattr(owner, "turn", turn)).result(10)
-    monkeypatch.setattr("generate.owner.MOST_PAUSE", 5)
+    monkeypatch.setattr("generate.owner_thread.MOST_PAUSE", 5)
     assert owner.put(steps()).result(10) == "done"
     owner.put(lambda: setattr(owner, "turn", lambda: False)).result(10)
     owner.close()
@@ -743,7 +743,7 @@ def test_a_long_job_that_fails_ends_alone():
         yield
         return 1 // result
 
-    owner = Owner("owner", lambda: None)
+    owner = OwnerThread("owner", lambda: None)
     jobs = [owner.put(steps(result)) for result in (0, 1)]
     with pytest.raises(ZeroDivisionError):
         jobs[0].result(10)
@@ -810,7 +810,7 @@ def test_closing_a_model_ends_the_reading_of_texts(folder, reading, monkeypatch,
 
 
 def test_jobs_that_come_after_the_end_are_refused():
-    owner = Owner("owner", lambda: None)
+    owner = OwnerThread("owner", lambda: None)
     owner.close()
     for job in (lambda: None, (None for _ in range(3))):
         with pytest.raises(BimetalError, match="closed"):
@@ -821,7 +821,7 @@ def test_jobs_that_come_after_the_end_are_refused():
 
 def test_a_turn_that_fails_at_the_end_keeps_the_thread_from_nothing(capsys):
     ended = threading.Event()
-    owner = Owner("owner", ended.set)
+    owner = OwnerThread("owner", ended.set)
 
     def turn():
         raise OSError(5, "the device is gone")
