@@ -311,14 +311,16 @@ class LLM:
         ids = self._ids(prompt)
         return await asyncio.wrap_future(self._submit_steps(lambda model: logits_of(model, ids, self.context)))
 
+    def score(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
+        """Score each token of `prompt` (text or token ids) but the first, with the `top` best alternatives."""
+        return self._submit_steps(self._scoring(prompt, top)).result()
+
     async def ascore(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
-        """Score each token of `prompt` but the first, with the `top` best alternatives, awaited.
+        """Score each token of `prompt` (text or token ids) but the first, as `score` does, awaited.
 
         Cancelling the task that waits ends the work at the next step.
         """
-        top = rules.whole(0).accept("top", top)
-        ids = self._ids(prompt)
-        return await asyncio.wrap_future(self._submit_steps(lambda model: score(model, ids, self.context, top)))
+        return await asyncio.wrap_future(self._submit_steps(self._scoring(prompt, top)))
 
     def attention_to(self, tokens: Sequence[int], queries: int, cancel: threading.Event) -> np.ndarray:
         """Measure the attention that the last `queries` of `tokens` give to each: (T,) float32.
@@ -423,6 +425,11 @@ class LLM:
 
         self._check_open()
         return self._owner.submit(run())
+
+    def _scoring(self, prompt: Prompt, top: int) -> Callable[[Model], Generator[None, None, list[Logprob]]]:
+        """Check the arguments of `score`; return its steps, as a function of the model."""
+        top, ids = rules.whole(0).accept("top", top), self._ids(prompt)
+        return lambda model: score(model, ids, self.context, top)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -26,6 +26,7 @@ from tqdm import tqdm
 import generate
 from common.errors import BimetalError, PromptTooLongError, UsageError
 from common.reference import NumpyOps
+from common.sampling import log_softmax
 from common.schedule import SHARED_PREFILL_ROWS
 from common.sequence import Sequence
 from generate import progress
@@ -96,6 +97,17 @@ def test_questions_about_a_prompt_take_what_a_prompt_may_be(llm):
         llm.held(None)
     with pytest.raises(UsageError, match="queries is 0; it must be a whole number of at least 1"):
         llm.attention_to([1, 2, 3], 0, threading.Event())
+    with pytest.raises(UsageError, match="top is -1; it must be a whole number of at least 0"):
+        llm.score("hello", top=-1)
+
+
+def test_scores_are_those_of_the_logits(llm):
+    ids = llm.tokenizer.encode("hello")
+    scores = llm.score("hello", top=2)
+    assert scores == asyncio.run(llm.ascore(ids, top=2))
+    assert [each.token for each in scores] == ids[1:]
+    expected = [log_softmax(row)[id] for row, id in zip(llm.logits(ids), ids[1:], strict=False)]
+    assert np.allclose([each.logprob for each in scores], expected, atol=1e-6)
 
 
 def test_a_stream_outlives_its_dropped_model(folder):
@@ -672,6 +684,7 @@ def reading(llm, monkeypatch):
 ABOUT_A_TEXT = {
     "logits": lambda llm, ids: llm.logits(ids),
     "alogits": lambda llm, ids: asyncio.run(llm.alogits(ids)),
+    "score": lambda llm, ids: llm.score(ids, top=2),
     "ascore": lambda llm, ids: asyncio.run(llm.ascore(ids, top=2)),
     "attention_to": lambda llm, ids: llm.attention_to(ids, 8, threading.Event()),
 }
