@@ -433,7 +433,7 @@ class Engine:
             self.deliver()
 
     def _make_room(self, error: NoRoomError) -> None:
-        """Go on without memory for a step: later, with what launched steps leave, or by suspending a sequence."""
+        """Make room for a step without memory: end the launched steps, or if there are none, suspend a sequence."""
         if self._launched:
             self._finish_launched()
         else:
@@ -450,7 +450,7 @@ class Engine:
             self._end(sequence)
 
     def _moved(self, failed: Ended | None) -> None:
-        """Go on after a state has moved to the host or back, or one has failed to."""
+        """Share the rows anew after a state has moved to the host or back; end the sequence whose state failed to."""
         if failed is not None:
             self._end(*failed)
         self._share_rows()

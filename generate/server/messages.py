@@ -208,7 +208,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def stop_of(head: Head, finish: Finish) -> dict[str, Any]:
-    """Why a reply ended."""
+    """The entries `stop_reason` and `stop_sequence`, by which Messages says why a reply ended."""
     if finish.stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop}
     reason = {"stop": "end_turn", "tool_calls": "tool_use"}.get(finish.reason, "max_tokens")

@@ -234,7 +234,7 @@ def _details(facts: Facts) -> dict[str, Any]:
 
 
 def tags(facts: Facts) -> dict[str, Any]:
-    """/api/tags: the one model."""
+    """Answer to /api/tags: the one model."""
     return {"models": [_entry(facts)]}
 
 
@@ -246,13 +246,13 @@ def _entry(facts: Facts) -> dict[str, Any]:
 
 
 def running(facts: Facts) -> dict[str, Any]:
-    """/api/ps: the one model, which stays loaded."""
+    """Answer to /api/ps: the one model, which stays loaded."""
     more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": facts.size, "context_length": facts.context}
     return {"models": [_entry(facts) | more]}
 
 
 def show(facts: Facts) -> dict[str, Any]:
-    """/api/show."""
+    """Answer to /api/show: what is known of the one model."""
     capabilities = ["completion"]
     capabilities += ["tools"] if facts.takes_tools else []
     capabilities += ["thinking"] if facts.thinks else []
@@ -270,6 +270,6 @@ def version() -> dict[str, Any]:
 
 
 async def pull(request: Request) -> Response:
-    """/api/pull: whatever name is asked for, the served model answers to it already."""
+    """Answer /api/pull: success for every name, because every name means the served model."""
     await read_json(request)
     return Response(dumps({"status": "success"}) + b"\n", media_type=MEDIA)
