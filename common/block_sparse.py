@@ -15,7 +15,7 @@ MOST = 16  # chosen blocks, beside those that are seen in any case
 
 
 def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float) -> np.ndarray:
-    """The last T of n rows attend causally: q (T, H, D), keys (n, K, D), values (n, K, Dv) -> (T, H, Dv)."""
+    """Attend causally with the last T of n rows: q (T, H, D), keys (n, K, D), values (n, K, Dv) -> (T, H, Dv)."""
     T, H, D = q.shape
     n, K, _ = keys.shape
     whole = n // BLOCK

@@ -256,7 +256,7 @@ def _content(content: Any, at: int, template: str) -> Any:
 
 
 def _parse_arguments(call: Any, at: int) -> Any:
-    """APIs send a tool call's arguments as JSON text, templates walk through them as an object."""
+    """Parse a tool call's arguments: APIs send JSON text, and templates need an object."""
     if not isinstance(call, Mapping):
         raise BimetalError(f"message {at} has a tool call {shown(call)}, not an object")
     function = call.get("function", call)

@@ -19,12 +19,12 @@ from common.decode.tuner import FIRST, SharedTuner, TunerShare
 from common.decoders import Speculation
 from common.errors import CLOSED, BimetalError, NoRoomError
 from common.histogram import Histogram
-from common.joined import RowRunner
 from common.models import Model
 from common.models.window import windowed
 from common.ops import Array
 from common.options import GenerationOptions
 from common.pieces import Piece
+from common.row_runner import RowRunner
 from common.schedule import QUEUE, Schedule
 from common.sequence import Call, Sequence, Target
 from common.slot import Prefixes, Slot
@@ -433,7 +433,7 @@ class Engine:
             self.deliver()
 
     def _make_room(self, error: NoRoomError) -> None:
-        """Go on without memory for a step: later, with what launched steps leave, or by suspending a sequence."""
+        """Make room for a step without memory: end the launched steps, or if there are none, suspend a sequence."""
         if self._launched:
             self._finish_launched()
         else:
@@ -450,7 +450,7 @@ class Engine:
             self._end(sequence)
 
     def _moved(self, failed: Ended | None) -> None:
-        """Go on after a state has moved to the host or back, or one has failed to."""
+        """Share the rows anew after a state has moved to the host or back; end the sequence whose state failed to."""
         if failed is not None:
             self._end(*failed)
         self._share_rows()

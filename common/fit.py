@@ -51,9 +51,9 @@ def predict_weights(checkpoint: Checkpoint, layout: Layout, ops: Ops) -> int:
 
 
 def predict_layers(checkpoint: Checkpoint, layout: Layout, ops: Ops, out: int | None = None) -> list[int]:
-    """The same by layer; weights outside the layers count to the layer beside which they lie.
+    """Bytes as `predict_weights`, by layer; weights outside the layers count to the layer beside which they lie.
 
-    out  that of the last norm and the head, if not `layout.out`
+    out  the layer beside which the last norm and the head lie, if not `layout.out`
     """
     account(checkpoint, layout)
     kinds: dict[Any, Tensor] = {}

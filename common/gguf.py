@@ -169,7 +169,7 @@ class _Reader:
         return np.frombuffer(self.take(count * dtype.itemsize, what), dtype).tolist()
 
     def strings(self, count: int, what: str) -> list[str]:
-        """A vocabulary has 2^18 strings and stands between the user and the first token, hence the bare loop."""
+        """Read `count` strings, in a bare loop: a vocabulary of 2^18 strings is read before the first token."""
         self.need(count * U64.size, what)
         data, pos, size, unpack = self.data, self.pos, len(self.data), U64.unpack_from
         texts = []

@@ -60,7 +60,7 @@ class ReplyParser:
             pass
 
     def finish(self, parts: Parts) -> None:
-        """The reply has ended: add what was held back."""
+        """Add to `parts` what was held back, after the end of the reply."""
         while self._state(parts, True):
             pass
 

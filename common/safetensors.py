@@ -95,7 +95,7 @@ def _map_tensor(data: np.ndarray, where: str, name: str, entry: dict[str, Any]) 
 
 
 def fold_quantized(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
-    """`X.weight` (uint32), `X.scales` and `X.biases` become one tensor `X.weight` of an MLX mode and its logical shape.
+    """Fold `X.weight` (uint32), `X.scales`, `X.biases` into one tensor `X.weight` of an MLX mode and its logical shape.
 
     `config` is the parsed config.json: its `quantization` (or `quantization_config`) gives mode, bits and group size,
     an entry under a module's name overrides them, and `false` there says that the module is not quantized. Works for

@@ -18,12 +18,12 @@ from common.decode.tuner import TunerShare
 from common.decode.wedlm import most_unread
 from common.errors import UsageError, shown
 from common.expert_stats import ExpertStats
-from common.joined import array_of, read
 from common.models import Model
 from common.ops import Array
 from common.options import GenerationOptions
 from common.pieces import Logprob, Piece, Stats
 from common.reading import Reading, Span
+from common.row_runner import array_of, read
 from common.sampling import Sampler
 from common.slot import Prefixes, Slot
 from common.step import MAX_DECODE_ROWS, State, Step

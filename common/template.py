@@ -271,7 +271,10 @@ def _check_name(name: str) -> None:
 
 
 def _dict(*args: Any, **values: Any) -> dict:
-    """A function, because the type itself has attributes. Keys of one hash take quadratic time."""
+    """Make a dict, with a look at the clock before each entry: keys of one hash take quadratic time.
+
+    Templates get this function in place of the type `dict`, whose attributes they could reach.
+    """
     return dict(*(value if isinstance(value, Mapping) else _Steps(value) for value in args), **values)
 
 
@@ -291,7 +294,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: jinja2's own filter escapes for HTML, which no model was trained on."""
+    """Write plain JSON; jinja2's own filter escapes for HTML, on which no model was trained."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -134,7 +134,7 @@ def _single(
     of: Products,
     norm: RowNorm,
 ) -> None:
-    """kernels/single.cu: one row times each matrix of the first stack that `choice` names, and times the second one."""
+    """Launch kernels/single.cu: one row by matrices of the first stack, which `choice` names, and by the second."""
     card, (s, behind), (matrices, row_stride, parts) = context.card, stacks, of
     shared = ring(card, s.type, 1)[2]
     per = 1 if choice is None else -(-int(choice["E"]) // 32)

@@ -211,7 +211,7 @@ def partition(ctas: int, row_blocks: int, k_blocks: int) -> tuple[int, int]:
 
 
 def latent_tiles(card: Card, width: int) -> tuple[int, int, int]:
-    """Positions of a tile of kernels/latent.cu, buffers of 32 in shared memory, and its bytes.
+    """Positions of a tile of kernels/latent.cu, its buffers of 32 positions in shared memory, bytes of shared memory.
 
     A tile of 64 waits half as often, and needs more than one tile in flight.
     """
@@ -227,7 +227,7 @@ def latent_tiles(card: Card, width: int) -> tuple[int, int, int]:
 def split_tiles(
     card: Card, width: int, rows: int, packed: int = 0, exact: bool = False
 ) -> tuple[tuple[str, ...], int, int]:
-    """Definitions of kernels/split.cu for 16, 32 or 64 rows a CTA, its shared memory, bytes, CTAs of a multiprocessor.
+    """Definitions of kernels/split.cu for 16, 32 or 64 rows per CTA, bytes of its shared memory, CTAs per multiprocessor.
 
     packed  bytes of the longest row of the cache where rows are not float16: buffers hold rows as they are
     exact   whether some tokens are read as float16 beside them
@@ -262,7 +262,7 @@ def blocks_of_warp(rows: int) -> int:
 
 
 def one_row_tiles(card: Card, width: int, packed: int = 0, exact: bool = False) -> tuple[tuple[str, ...], int, int]:
-    """Definitions of kernels/one_row.cu, its shared memory, bytes, CTAs of a multiprocessor; 0 where it does not fit.
+    """Definitions of kernels/one_row.cu, bytes of its shared memory, CTAs per multiprocessor (0: it does not fit).
 
     width, packed, exact  as split_tiles takes them
     """
@@ -278,7 +278,7 @@ def one_row_tiles(card: Card, width: int, packed: int = 0, exact: bool = False) 
 
 
 def split_rows(card: Card, width: int, rows: int, packed: int = 0, exact: bool = False) -> int:
-    """Rows a CTA of kernels/split.cu for a step that has `rows` per head of keys: 16 or 32, 16 where 32 do not fit."""
+    """Rows per CTA of kernels/split.cu for a step with `rows` rows per KV head: 16, or 32 where 32 fit."""
     if rows <= 16:
         return 16
     try:
@@ -307,7 +307,7 @@ def takes_64_rows(
 
 
 def whole_tiles(card: Card, width: int) -> tuple[tuple[str, ...], int]:
-    """Definitions of kernels/attention.cu and its shared memory, bytes: of 64 queries, and of tiles of the cache.
+    """Definitions of kernels/attention.cu, and bytes of its shared memory: for 64 queries and for tiles of the cache.
 
     Where two tiles of 64 positions do not fit, keys and values take turns in one of 32.
     """

@@ -214,7 +214,7 @@ def _route(context: Context, logits: Array, router: Router, log: int = 0) -> tup
 
 
 def _choice(context: Context, logits: Array, router: Router, weights: Array, ids: int = 0) -> np.ndarray:
-    """kernels/choose.cuh Choice"""
+    """Make the struct Choice of kernels/choose.cuh."""
     plain = logits if logits.is_dense or lazy_of(logits) else rows.dense(context, logits)
     gate = view(router.gate) if router.gate else NOTHING
     sizes = logits.shape[1], router.top_k, router.shared, router.gate is not None

@@ -49,7 +49,7 @@ class NcclExchange:
         self.communicators = _communicators(nccl, tuple(gpu.index for gpu in gpus))
 
     def begin(self) -> None:
-        """Before a step: refuse it where a GPU still waits in an earlier one."""
+        """Refuse the next step where a GPU still waits in an earlier one: raises BimetalError."""
         if self.is_over:
             raise BimetalError(f"GPUs {self._names} have lost one another; start the program again")
 

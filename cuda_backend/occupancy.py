@@ -97,10 +97,10 @@ def in_flight(card: Card, type_: str, cols: int) -> InFlight:
 
 
 def product_bound(card: Card, types: tuple[str, ...], cols: int, threads: int) -> int:
-    """Threads to which kernels/linear.cu, which has `threads`, is told to share out the registers of a block.
+    """Threads of a block that kernels/linear.cu is compiled for; the block has `threads`.
 
-    For 8 and 16 rows more than it has: a thread then gets 80 registers, not 96, and what follows a product, which may
-    begin beside it on 9.0, finds room there.
+    With 8 and 16 rows it is compiled for more threads than it has: a thread then gets 80 registers, not 96, which
+    leaves room for the kernel after it, since on 9.0 that kernel may begin before the product has ended.
     """
     spills = any(type_ in APART for type_ in types)
     return 384 if card.capability == 90 and cols in (8, 16) and not spills else threads

@@ -118,7 +118,7 @@ def _quantized(
     row_stride: int,
     partials: int,
 ) -> None:
-    """kernels/linear.cu for one or two matrices, each with the address of its result and its stripes."""
+    """Launch kernels/linear.cu for one or two matrices, each with the address of its result and its stripes."""
     squares, norm_parts, columns, eps = norm
     types = tuple(s.type for s, _, _ in matrices)
     stripes = sum(n for _, _, n in matrices)
@@ -158,7 +158,7 @@ def dense_product(
     pairs: tuple[int, int] = (0, 1),
     norm: RowNorm = NONE,
 ) -> None:
-    """kernels/dense.cu; `pairs`: address of the matrix of each pair, or 0, and how many pairs take a row of x."""
+    """Launch kernels/dense.cu; `pairs`: address of the matrix of each pair, or 0; how many pairs take a row of x."""
     ids, share = pairs
     rows = 1 if ids or T == 1 else 2
     result = T, row_stride, partials, T * row_stride

@@ -181,7 +181,7 @@ def _conv(
 
 
 def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None = None) -> None:
-    """kernels/delta.cu or delta_each.cu, after prepare.cu; with `norm`, what follows the rule as well."""
+    """Launch kernels/delta.cu or delta_each.cu, after prepare.cu; with `norm`, what follows the rule as well."""
     delta, _, _, step, T, runs, before, wide, one_row_each = rule
     card, arena, spec = context.card, context.arena, delta.spec
     Hk, Hv, Dk, Dv = spec.key_heads, spec.heads, padded(spec.key_dim), spec.value_dim
@@ -210,7 +210,7 @@ def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None
 
 
 def _prepare(context: Context, rule: Rule) -> tuple[int, ...]:
-    """kernels/prepare.cu: addresses of queries, keys, values and gates."""
+    """Launch kernels/prepare.cu; return the addresses of queries, keys, values and gates."""
     delta, T, spec = rule.delta, rule.T, rule.delta.spec
     Hk, Hv, Dk, Dv = spec.key_heads, spec.heads, padded(spec.key_dim), spec.value_dim
     prepared = tuple(context.arena.take(4 * n) for n in (T * Hk * Dk, T * Hk * Dk, T * Hv * Dv, T * Hv * 2))

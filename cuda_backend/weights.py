@@ -53,7 +53,7 @@ class Segment:
         return self.memory.nbytes // self.experts
 
     def matrices(self, last: int = 0) -> np.ndarray:
-        """kernels/matrices.cuh Matrices; `last`: address of the matrix after the experts."""
+        """Make the struct Matrices of kernels/matrices.cuh; `last`: address of the matrix after the experts."""
         table, apart = self.places.address if self.places else 0, 0 if self.moved else self.expert_bytes
         return np.array((self.memory.address, last, table, apart, self.experts), MATRICES)
 

@@ -25,7 +25,7 @@ from generate.backends import backend_package, choose, leave_thread, open_model,
 from generate.bench_log import environment, log, machine, note
 from generate.bench_options import ModelBench
 from generate.caches import with_cache
-from generate.owner import Owner
+from generate.owner_thread import OwnerThread
 from generate.timing import Clock
 
 WAKE = 0.25  # seconds after which Ctrl-C is noticed
@@ -51,7 +51,7 @@ def run(options: ModelBench) -> int:
     )
     rows: list[dict[str, object]] = []
     for name in names:  # each in a thread of its own, at whose end its memory is given back
-        owner, stop = Owner(f"bench {name}", leave_thread), threading.Event()
+        owner, stop = OwnerThread(f"bench {name}", leave_thread), threading.Event()
         job = partial(_bench_backend, path, checkpoint, name, options, name == names[0], stop)
         try:
             done = owner.submit(job)

@@ -234,7 +234,7 @@ def _add(total: DecodeStats, one: DecodeStats) -> None:
 
 
 def is_near_tie(engine: Engine, prompt: list[int], expected: list[int], tokens: list[int]) -> bool:
-    """Were the first tokens in which two replies differ as good as equal to the model?"""
+    """Test whether the logits of the first tokens in which two replies differ are within NEAR_TIE."""
     at = next((i for i, (a, b) in enumerate(zip(expected, tokens, strict=False)) if a != b), None)
     if at is None:
         return False  # one ends where the other goes on

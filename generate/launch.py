@@ -86,7 +86,7 @@ def find(url: str, key: str) -> Served:
 
 
 def codex(served: Served) -> tuple[Mapping[str, str], Sequence[str]]:
-    """A provider of its own, which speaks the Responses API."""
+    """Settings of Codex: a model provider of its own, which speaks the Responses API."""
     provider = {"name": "bimetal", "base_url": f"{served.url}/v1", "wire_api": "responses", "env_key": KEY}
     settings: dict[str, object] = {"model": served.model, "model_provider": "bimetal"}
     settings |= {"model_context_window": served.context} if served.context else {}
@@ -97,7 +97,7 @@ def codex(served: Served) -> tuple[Mapping[str, str], Sequence[str]]:
 
 
 def claude(served: Served) -> tuple[Mapping[str, str], Sequence[str]]:
-    """Every model that Claude Code asks for is the served one; what would change each request's beginning is off."""
+    """Settings of Claude Code: all its models are the served one; what would change a request's beginning is off."""
     models = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")))
     context = {"CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context)} if served.context else {}
     return context | {
@@ -112,7 +112,7 @@ def claude(served: Served) -> tuple[Mapping[str, str], Sequence[str]]:
 
 
 def opencode(served: Served) -> tuple[Mapping[str, str], Sequence[str]]:
-    """A provider of Chat Completions, in the configuration that OpenCode reads from its environment."""
+    """Settings of OpenCode: a provider of Chat Completions, in the configuration that it reads from its environment."""
     limit = {"limit": {"context": served.context, "output": served.context // 2}} if served.context else {}
     provider = {
         "npm": "@ai-sdk/openai-compatible",

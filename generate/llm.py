@@ -45,7 +45,7 @@ from generate.backends import Placement, check_draft, choose, leave_thread
 from generate.loading import load_all, make_room, resolve_draft
 from generate.machines import check_load, is_follower
 from generate.notebook import in_notebook, model_card
-from generate.owner import Owner
+from generate.owner_thread import OwnerThread
 from generate.prefixes import open_prefixes
 from generate.progress import PrefillBar
 from generate.streaming import save_profile
@@ -78,7 +78,7 @@ def _cancel(running: Running) -> None:
             cancel.set()
 
 
-def _shut(owner: Owner, running: Running) -> None:
+def _shut(owner: OwnerThread, running: Running) -> None:
     if owner.is_here:
         _cancel(running)
         owner.close()
@@ -139,7 +139,7 @@ class LLM:
         self._running: Running = weakref.WeakValueDictionary()
         self._headers: dict[tuple[str, str], list[int]] = {}
         self._loaded: Engine | None = None
-        self._owner = Owner(f"bimetal {self.path.name}", leave_thread)
+        self._owner = OwnerThread(f"bimetal {self.path.name}", leave_thread)
         self._shut = weakref.finalize(self, _shut, self._owner, self._running)  # also at exit, and when dropped
         self._loaded = self._owner.submit(lambda: self._load(checkpoint, options, placement, window)).result()
 
@@ -311,14 +311,16 @@ class LLM:
         ids = self._ids(prompt)
         return await asyncio.wrap_future(self._submit_steps(lambda model: logits_of(model, ids, self.context)))
 
+    def score(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
+        """Score each token of `prompt` (text or token ids) but the first, with the `top` best alternatives."""
+        return self._submit_steps(self._scoring(prompt, top)).result()
+
     async def ascore(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
-        """Score each token of `prompt` but the first, with the `top` best alternatives, awaited.
+        """Score each token of `prompt` (text or token ids) but the first, as `score` does, awaited.
 
         Cancelling the task that waits ends the work at the next step.
         """
-        top = rules.whole(0).accept("top", top)
-        ids = self._ids(prompt)
-        return await asyncio.wrap_future(self._submit_steps(lambda model: score(model, ids, self.context, top)))
+        return await asyncio.wrap_future(self._submit_steps(self._scoring(prompt, top)))
 
     def attention_to(self, tokens: Sequence[int], queries: int, cancel: threading.Event) -> np.ndarray:
         """Measure the attention that the last `queries` of `tokens` give to each: (T,) float32.
@@ -423,6 +425,11 @@ class LLM:
 
         self._check_open()
         return self._owner.submit(run())
+
+    def _scoring(self, prompt: Prompt, top: int) -> Callable[[Model], Generator[None, None, list[Logprob]]]:
+        """Check the arguments of `score`; return its steps, as a function of the model."""
+        top, ids = rules.whole(0).accept("top", top), self._ids(prompt)
+        return lambda model: score(model, ids, self.context, top)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -72,10 +72,10 @@ def make_room(model: Model, options: LoadOptions) -> Room:
     if pooled > 1:
         ops.prefill_rows = min(ops.prefill_rows, SHARED_PREFILL_ROWS)
     if ops.reserves and not ops.expert_vram:  # which was divided for the preferred rows
-        sizes = model.config, *model.held
+        sizes = model.config, *model.memory_layout
         ops.prefill_rows = rows_that_fit(ops, *sizes, context, pooled)
     if not options.ctx and options.max_kv_size is None and ops.reserves:
-        context = context_that_fits(ops, model.config, *model.held, pooled)
+        context = context_that_fits(ops, model.config, *model.memory_layout, pooled)
         if context < trained:
             kept = f"{context} of {trained} tokens"
             print(f"the context is {kept}: no more fit into the {ops.free_bytes()[1]}", file=sys.stderr)

@@ -219,7 +219,7 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def _error(suite: Suite, code: int, log: str) -> str:
-    """Why pytest gave no verdict on the tests, in words; "" if it did. Codes: pytest.ExitCode."""
+    """Reason in words for which pytest gave no verdict on the tests; "" if it gave one. Codes: pytest.ExitCode."""
     during = f" during {suite.under_way}" if suite.under_way else ""
     last = " | ".join(line.strip() for line in log.strip().splitlines()[-3:])
     if code < 0:
@@ -323,7 +323,7 @@ def _block(text: str) -> list[str]:
 
 
 def _private(text: str) -> str:
-    """Without the names of folders that are the sender's own."""
+    """Replace the names of the sender's own folders in `text`."""
     for folder, name in ((ROOT, "."), (Path.home(), "~")):
         if folder != Path(folder.anchor):
             text = text.replace(str(folder), name)

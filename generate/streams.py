@@ -9,7 +9,7 @@ from typing import Any
 
 from common.pieces import Logprob, Piece, Stats
 from generate.notebook import reply_markdown
-from generate.owner import Owner
+from generate.owner_thread import OwnerThread
 
 DONE = object()
 Start = Callable[[Callable[[Any], None], threading.Event], None]  # (what takes pieces, DONE or an exception; cancel)
@@ -52,7 +52,7 @@ class Reply:
 class _Collected:
     """Base of streams: collects the pieces that have been yielded, and cancels the reply."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: OwnerThread) -> None:
         self._owner, self._cancel = owner, threading.Event()
         self.text = self.reasoning = ""
         self.tool_calls: list[dict[str, Any]] = []
@@ -95,7 +95,7 @@ class Stream(_Collected):
     `cancel()`. `next(stream)` reads single pieces.
     """
 
-    def __init__(self, owner: Owner, start: Start):
+    def __init__(self, owner: OwnerThread, start: Start):
         super().__init__(owner)
         self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
         start(self._items.put, self._cancel)
@@ -150,7 +150,7 @@ class _Loop:
 class AsyncStream(_Collected):
     """Stream's twin for `async for`; cancelling the task that reads also ends the reply at the next step."""
 
-    def __init__(self, owner: Owner, start: Start):
+    def __init__(self, owner: OwnerThread, start: Start):
         super().__init__(owner)
         items: asyncio.Queue[Any] = asyncio.Queue()
         self._items, inbox = items, owner.inbox(asyncio.get_running_loop())

@@ -6,7 +6,7 @@ from common import block_sparse as definition
 
 
 def attend(q: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-    """The last T of n rows attend causally: q (T, H, D), keys (1, K, n, D), values (1, K, n, Dv) -> (T, H, Dv)."""
+    """Attend causally with the last T of n rows: q (T, H, D), keys (1, K, n, D), values (1, K, n, Dv) -> (T, H, Dv)."""
     (T, H, D), (_, K, n, _) = q.shape, keys.shape
     keys, values, size = keys.squeeze(0), values.squeeze(0), definition.BLOCK
     whole = n // size

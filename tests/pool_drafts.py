@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from common.decode.requests import Draft
-from common.joined import RowRunner
+from common.row_runner import RowRunner
 from common.step import State, Step
 
 Asked = tuple[State, Draft]

@@ -17,11 +17,11 @@ import tiny
 from common import weights
 from common.checkpoint import Checkpoint
 from common.decode.requests import Draft
-from common.joined import RowRunner
 from common.models import Model, llama
 from common.models.chain import ChainPair
 from common.models.drafts import load_pair
 from common.models.pair import Pair
+from common.row_runner import RowRunner
 from common.step import PAST, Step
 from common.tensors import Tensor
 from generate.backends import Placement, open_model

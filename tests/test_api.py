@@ -26,10 +26,11 @@ from tqdm import tqdm
 import generate
 from common.errors import BimetalError, PromptTooLongError, UsageError
 from common.reference import NumpyOps
+from common.sampling import log_softmax
 from common.schedule import SHARED_PREFILL_ROWS
 from common.sequence import Sequence
 from generate import progress
-from generate.owner import Inbox, Owner
+from generate.owner_thread import Inbox, OwnerThread
 
 ROOT = Path(__file__).parents[1]
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -96,6 +97,17 @@ def test_questions_about_a_prompt_take_what_a_prompt_may_be(llm):
         llm.held(None)
     with pytest.raises(UsageError, match="queries is 0; it must be a whole number of at least 1"):
         llm.attention_to([1, 2, 3], 0, threading.Event())
+    with pytest.raises(UsageError, match="top is -1; it must be a whole number of at least 0"):
+        llm.score("hello", top=-1)
+
+
+def test_scores_are_those_of_the_logits(llm):
+    ids = llm.tokenizer.encode("hello")
+    scores = llm.score("hello", top=2)
+    assert scores == asyncio.run(llm.ascore(ids, top=2))
+    assert [each.token for each in scores] == ids[1:]
+    expected = [log_softmax(row)[id] for row, id in zip(llm.logits(ids), ids[1:], strict=False)]
+    assert np.allclose([each.logprob for each in scores], expected, atol=1e-6)
 
 
 def test_a_stream_outlives_its_dropped_model(folder):
@@ -629,7 +641,7 @@ def test_what_comes_at_once_wakes_an_event_loop_once():
 def test_what_has_come_is_delivered_before_a_job_runs():
     """A turn leaves pieces to the next launch, which a long job would put off."""
     done, turned, queued = list[str](), threading.Event(), threading.Event()
-    owner, loop = Owner("owner", lambda: None), asyncio.new_event_loop()
+    owner, loop = OwnerThread("owner", lambda: None), asyncio.new_event_loop()
     loop.call_soon_threadsafe = lambda *job: done.append("woken")
     inbox = owner.inbox(loop)
 
@@ -656,7 +668,7 @@ def reading(llm, monkeypatch):
     """A text of 200 tokens that is read in steps of 8, and what ran: "step" of the text, "token" of a reply."""
     monkeypatch.setattr("common.scores.PREFILL_ROWS", 8)
     monkeypatch.setattr("common.attention_scores.ROWS", 8)
-    monkeypatch.setattr("generate.owner.MOST_PAUSE", 0.0)
+    monkeypatch.setattr("generate.owner_thread.MOST_PAUSE", 0.0)
     ids, ran, take, run = [*range(2, 202)], list[str](), Sequence.take, NumpyOps.run
 
     def noted(self, compute, state, step):
@@ -672,6 +684,7 @@ def reading(llm, monkeypatch):
 ABOUT_A_TEXT = {
     "logits": lambda llm, ids: llm.logits(ids),
     "alogits": lambda llm, ids: asyncio.run(llm.alogits(ids)),
+    "score": lambda llm, ids: llm.score(ids, top=2),
     "ascore": lambda llm, ids: asyncio.run(llm.ascore(ids, top=2)),
     "attention_to": lambda llm, ids: llm.attention_to(ids, 8, threading.Event()),
 }
@@ -711,8 +724,8 @@ def test_a_reply_goes_on_while_a_text_is_read(llm, reading, monkeypatch, entry):
 
 
 def test_a_long_job_takes_half_of_the_time_beside_turns(monkeypatch):
-    now, ran, owner = [0.0], list[str](), Owner("owner", lambda: None)
-    monkeypatch.setattr("generate.owner.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    now, ran, owner = [0.0], list[str](), OwnerThread("owner", lambda: None)
+    monkeypatch.setattr("generate.owner_thread.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def pass_time(name, seconds):
         now[0] += seconds
@@ -729,7 +742,7 @@ def test_a_long_job_takes_half_of_the_time_beside_turns(monkeypatch):
         return True
 
     owner.put(lambda: setattr(owner, "turn", turn)).result(10)
-    monkeypatch.setattr("generate.owner.MOST_PAUSE", 5)
+    monkeypatch.setattr("generate.owner_thread.MOST_PAUSE", 5)
     assert owner.put(steps()).result(10) == "done"
     owner.put(lambda: setattr(owner, "turn", lambda: False)).result(10)
     owner.close()
@@ -743,7 +756,7 @@ def test_a_long_job_that_fails_ends_alone():
         yield
         return 1 // result
 
-    owner = Owner("owner", lambda: None)
+    owner = OwnerThread("owner", lambda: None)
     jobs = [owner.put(steps(result)) for result in (0, 1)]
     with pytest.raises(ZeroDivisionError):
         jobs[0].result(10)
@@ -810,7 +823,7 @@ def test_closing_a_model_ends_the_reading_of_texts(folder, reading, monkeypatch,
 
 
 def test_jobs_that_come_after_the_end_are_refused():
-    owner = Owner("owner", lambda: None)
+    owner = OwnerThread("owner", lambda: None)
     owner.close()
     for job in (lambda: None, (None for _ in range(3))):
         with pytest.raises(BimetalError, match="closed"):
@@ -821,7 +834,7 @@ def test_jobs_that_come_after_the_end_are_refused():
 
 def test_a_turn_that_fails_at_the_end_keeps_the_thread_from_nothing(capsys):
     ended = threading.Event()
-    owner = Owner("owner", ended.set)
+    owner = OwnerThread("owner", ended.set)
 
     def turn():
         raise OSError(5, "the device is gone")

@@ -20,7 +20,7 @@ ORACLES = {"mlx_lm", "torch", "transformers"}
 ENGINE = {
     f"common.{name}"
     for name in (
-        *("attention_scores", "checks", "engine", "joined", "joined_step"),
+        *("attention_scores", "checks", "engine", "joined_step", "row_runner"),
         *("scores", "sequence", "slot", "slots", "suspended", "warm_up"),
     )
 }

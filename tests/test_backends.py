@@ -85,12 +85,12 @@ def test_a_thread_of_mlx_leaves_nothing_that_ends_the_process():
     code = """
 import mlx.core as mx
 from generate.backends import leave_thread
-from generate.owner import Owner
+from generate.owner_thread import OwnerThread
 def job():
     x = mx.random.normal((64,))
     mx.eval(mx.compile(lambda x: x * mx.sigmoid(x))(x))
     mx.async_eval(x + 1)
-owner = Owner("a thread", leave_thread)
+owner = OwnerThread("a thread", leave_thread)
 owner.submit(job).result()
 owner.close()
 """

@@ -119,8 +119,8 @@ class Model:
         return int(total)
 
     @property
-    def held(self) -> tuple[Layout, list[LayerSpec]]:
-        """Layers and states that predict a sequence's memory: a draft's too where they grow without bound."""
+    def memory_layout(self) -> tuple[Layout, list[LayerSpec]]:
+        """Layers and states by which a sequence's memory is predicted, with those of a draft whose states grow."""
         return self.layout, self.state_spec
 
     def new_state(self, capacity: int) -> State:

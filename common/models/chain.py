@@ -42,7 +42,7 @@ class ChainPair(Pair):
         """The draft's logits of rows that `_pass` returned."""
 
     @property
-    def held(self) -> tuple[Layout, list[LayerSpec]]:
+    def memory_layout(self) -> tuple[Layout, list[LayerSpec]]:
         return replace(self.layout, layers=[*self.layout.layers, *self.tables.layers]), self.sequence_spec
 
     @property

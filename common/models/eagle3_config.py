@@ -183,7 +183,7 @@ def _hf_config(checkpoint: Checkpoint, layers: int) -> tuple[Config, int, int]:
 
 
 def _hf_taps(keys: Keys, layers: int) -> tuple[int, ...]:
-    """vLLM and speculators count the layers before a tap; eagle_config, as SGLang reads it, names the layer itself."""
+    """Layers before each tap, as vLLM and speculators list them; eagle_config, as SGLang reads it, names the layer."""
     if listed := keys.read(IDS, list, []):
         return _numbers(keys.where, listed, 1)
     if listed := keys.read(f"eagle_config.{IDS}", list, []):

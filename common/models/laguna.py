@@ -257,7 +257,7 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
 
 
 def _prefix(checkpoint: Checkpoint) -> str:
-    """Repacked checkpoints put all names under one prefix."""
+    """The prefix of all tensor names: "" except in repacked checkpoints."""
     wrapped = "language_model.model.embed_tokens.weight" in checkpoint.tensors
     return "language_model." if wrapped else ""
 

@@ -148,7 +148,7 @@ def _layer_weights(c: Config, at: Names) -> Table:
     heads, kv_heads = c.ranks.of(H * D), c.kv_ranks.of(K * D)
 
     def half_split(heads: int) -> dict[str, Fix]:
-        """A llama GGUF stores a rope pair as adjacent rows; here a pair is (j, j + D/2)."""
+        """Fix llama GGUFs, where a rope pair is two adjacent rows of a head; here a pair is (j, j + D/2)."""
         if c.norms_heads:
             return {}
         return {"gguf": rows(np.arange(heads * D).reshape(heads, D // 2, 2).swapaxes(1, 2).ravel())}

@@ -18,7 +18,7 @@ EFFORT_BUDGETS = {"minimal": 512, "low": 2048}  # tokens of reasoning; higher ef
 
 @dataclass(frozen=True)
 class Choice:
-    """Test whether tools may or must be called.
+    """Choice of a request: whether tools may or must be called.
 
     mode  "none", "auto" or "required"
     name  the only tool that may be called; None: any

@@ -7,8 +7,9 @@ from typing import Any
 
 from common.amounts import counted
 from common.rules import Rule, one_of, whole
+from generate.server.client_tools import tool_of
 from generate.server.constraints import anthropic_choice, budget_of, grammar_of, openai_format
-from generate.server.conversation import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, Message, arrange, function_tool
+from generate.server.conversation import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, Message, arrange
 from generate.server.errors import ApiError, envelope
 from generate.server.events import (
     Call,
@@ -70,11 +71,7 @@ def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
     fields.take("stop_sequences", STOPS)
     options = sampling(fields) | stops(fields, "stop_sequences")
     fields.option(options, "max_tokens")
-    tools = [
-        function_tool(tool, "input_schema")
-        for tool in fields.objects("tools", MOST_TOOLS)
-        if tool.text("type", "custom") == "custom"
-    ]
+    tools = [known for tool in fields.objects("tools", MOST_TOOLS) if (known := tool_of(tool)) is not None]
     rendering, thoughts = _thinking(fields, facts)
     choice = anthropic_choice(fields, tools)
     several = not (fields.object("tool_choice") or Fields({})).flag("disable_parallel_tool_use", False)
@@ -208,7 +205,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def stop_of(head: Head, finish: Finish) -> dict[str, Any]:
-    """Why a reply ended."""
+    """The entries `stop_reason` and `stop_sequence`, by which Messages says why a reply ended."""
     if finish.stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop}
     reason = {"stop": "end_turn", "tool_calls": "tool_use"}.get(finish.reason, "max_tokens")

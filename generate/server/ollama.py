@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.pieces import Logprob
-from common.rules import whole
+from common.rules import FINITE, Rule, whole
 from generate import __version__
 from generate.server.body import read_json
 from generate.server.chat import MOST_LOGPROBS
@@ -27,6 +28,19 @@ from generate.server.wire import Frame, Parsed, chat_logprobs, dumps
 
 VERSION = "0.13.5"  # of the API that is followed; clients ask for at least so much
 MEDIA = "application/x-ndjson"
+DURATION = re.compile(r"[+-]?(0|(([0-9]+(\.[0-9]*)?|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h))+)")
+
+
+def _lasts(value: Any) -> bool:
+    """Test whether a model that is kept loaded for a time, in seconds or as DURATION, is kept at all."""
+    if not isinstance(value, str):
+        return bool(FINITE.convert(value) != 0)
+    if not DURATION.fullmatch(value):
+        raise ValueError
+    return re.search("[1-9]", value) is not None
+
+
+KEEP_ALIVE = Rule("seconds, or a duration such as '5m'", _lasts)
 
 
 @dataclass(frozen=True)
@@ -36,11 +50,13 @@ class Head:
     model     as the client named it
     chat      the reply is a message; else it is a text
     logprobs  log-probabilities are sent
+    kept      the client asks for the model to stay loaded
     """
 
     model: str
     chat: bool
     logprobs: bool
+    kept: bool
     facts: Facts
 
 
@@ -73,7 +89,7 @@ def parse_generate(fields: Fields, facts: Facts) -> Parsed:
 
 def _head(fields: Fields, facts: Facts, chat: bool) -> Head:
     model = str(fields.text("model") or fields.text("name") or "")
-    return Head(model, chat, fields.flag("logprobs", False), facts)
+    return Head(model, chat, fields.flag("logprobs", False), fields.take("keep_alive", KEEP_ALIVE, True), facts)
 
 
 def _message(fields: Fields) -> Message:
@@ -101,7 +117,7 @@ def _rendering(fields: Fields, facts: Facts) -> dict[str, Any]:
 
 
 def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | str | None) -> Parsed:
-    """A request whose options are read; without a prompt it only asks for the model to be loaded."""
+    """A request whose options are read; without a prompt it only asks for the model to be loaded, or unloaded."""
     given = fields.object("options") or Fields({})
     if isinstance(seed := given.values.get("seed"), int) and seed < 0:
         given = Fields({**given.values, "seed": None}, given.where)
@@ -150,10 +166,10 @@ def call_object(index: int, name: str, arguments: str) -> dict[str, Any]:
     return {"function": {"index": index, "name": name, "arguments": json.loads(arguments)}}
 
 
-def figures(finish: Finish | None) -> dict[str, Any]:
+def figures(head: Head, finish: Finish | None) -> dict[str, Any]:
     """Return why a reply ended, its tokens, and its times in nanoseconds."""
     if finish is None:
-        return {"done_reason": "load"}
+        return {"done_reason": "load" if head.kept else "unload"}
     usage, stats = finish.usage, finish.stats
     prefill, decode = (0.0, 0.0) if stats is None else (stats.prefill_seconds, stats.decode_seconds)
     return {
@@ -207,7 +223,7 @@ class Writer:
 
     def end(self) -> Iterator[bytes]:
         if not self.failed:
-            yield self._line(True, **part(self.head, ""), **figures(self.finish))
+            yield self._line(True, **part(self.head, ""), **figures(self.head, self.finish))
 
     def _line(self, done: bool, **values: Any) -> bytes:
         return dumps(line(self.head, done, **values)) + b"\n"
@@ -216,11 +232,11 @@ class Writer:
 def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
     """The body of a reply that is not streamed."""
     if not replies:
-        return line(head, True, **part(head, ""), **figures(None))
+        return line(head, True, **part(head, ""), **figures(head, None))
     reply = replies[0]
     calls = [call_object(at, call.name, call.arguments) for at, call in enumerate(reply.calls)]
     shown = part(head, reply.text, reply.reasoning, calls) | scores(head, reply.logprobs)
-    return line(head, True, **shown, **figures(reply.finish))
+    return line(head, True, **shown, **figures(head, reply.finish))
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -234,7 +250,7 @@ def _details(facts: Facts) -> dict[str, Any]:
 
 
 def tags(facts: Facts) -> dict[str, Any]:
-    """/api/tags: the one model."""
+    """Answer to /api/tags: the one model."""
     return {"models": [_entry(facts)]}
 
 
@@ -246,13 +262,13 @@ def _entry(facts: Facts) -> dict[str, Any]:
 
 
 def running(facts: Facts) -> dict[str, Any]:
-    """/api/ps: the one model, which stays loaded."""
+    """Answer to /api/ps: the one model, which stays loaded."""
     more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": facts.size, "context_length": facts.context}
     return {"models": [_entry(facts) | more]}
 
 
 def show(facts: Facts) -> dict[str, Any]:
-    """/api/show."""
+    """Answer to /api/show: what is known of the one model."""
     capabilities = ["completion"]
     capabilities += ["tools"] if facts.takes_tools else []
     capabilities += ["thinking"] if facts.thinks else []
@@ -270,6 +286,6 @@ def version() -> dict[str, Any]:
 
 
 async def pull(request: Request) -> Response:
-    """/api/pull: whatever name is asked for, the served model answers to it already."""
+    """Answer /api/pull: success for every name, because every name means the served model."""
     await read_json(request)
     return Response(dumps({"status": "success"}) + b"\n", media_type=MEDIA)

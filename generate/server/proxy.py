@@ -198,7 +198,10 @@ def places(path: str, body: dict[str, Any]) -> Iterator[Place]:
     given = body.get(key)
     if isinstance(given, str) and given:
         yield body, key
-    for message in given if isinstance(given, list) and path not in PROMPTS else ():
+    messages = given if isinstance(given, list) and path not in PROMPTS else []
+    if any(isinstance(message, dict) and message.get("tools") for message in messages):  # an item of Responses
+        return
+    for message in messages:
         if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
             continue
         content = message.get("content")

@@ -1,7 +1,7 @@
 """The input items and tools of Responses, as messages and functions of a conversation."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,13 @@ from generate.server.conversation import (
     text_of,
 )
 from generate.server.errors import ApiError
-from generate.server.fields import TEXT, TEXT_OR_LIST, Fields
+from generate.server.fields import OBJECT, TEXT, TEXT_OR_LIST, Fields
 from generate.server.store import Store
 
-CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+DEFAULT = "functions"  # the namespace of functions that have none, which Codex writes out
+SEARCH = "tool_search"  # a function by which a model asks the client for further ones
+HOLDERS = ("additional_tools", "tool_search_output")  # items of a conversation that hold functions for what follows
+HOSTED = {"file_search", "code_interpreter", "image_generation", "mcp", "programmatic_tool_calling"}
 OUTPUT = {"input_text": "text", "output_text": "text", "text": "text"}
 REASONING = {"summary_text": "text", "reasoning_text": "text", "text": "text"}
 READ = (
@@ -29,13 +32,15 @@ READ = (
     "custom_tool_call",
     "custom_tool_call_output",
     "agent_message",
+    "additional_tools",
+    "tool_search_call",
+    "tool_search_output",
 )
-# Items of a conversation that hold nothing a model could read here: calls of tools that are left out of a request, what
-# only OpenAI's servers can decrypt, and a client's own notes.
+# Items of a conversation that hold nothing a model could read here: calls of tools that no request has here, what only
+# OpenAI's servers can decrypt, and a client's own notes.
 LEFT_OUT = {
-    *("additional_tools", "configuration_update", "ghost_snapshot", "other"),
+    *("configuration_update", "ghost_snapshot", "other"),
     *("compaction", "compaction_summary", "context_compaction"),
-    *("tool_search_call", "tool_search_output"),
     *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
     *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
     *(f"{tool}_call{end}" for tool in ("computer", "local_shell", "shell", "apply_patch") for end in ("", "_output")),
@@ -47,38 +52,74 @@ class Tool:
     """A function as the client named it.
 
     namespace  the group that it was declared in
-    custom     whether it takes free text, which the model sends as an argument `input`
+    kind       of the item that calls it: "function_call", "tool_search_call", or "custom_tool_call" if it takes free
+               text, which the model sends as an argument `input`
     """
 
     name: str
     namespace: str | None = None
-    custom: bool = False
+    kind: str = "function_call"
 
 
 def tools_of(fields: Fields) -> tuple[list[dict[str, Any]], dict[str, Tool]]:
     """Return the functions in the form of Chat Completions, and what each of their names stands for.
 
+    They are those of the request, and those that items of its input hold; of two with one name the later counts.
     Functions of a namespace are called NAMESPACE.NAME; kinds that only OpenAI's own servers run are left out.
     """
-    found: list[dict[str, Any]] = []
+    found: dict[str, dict[str, Any]] = {}
     named: dict[str, Tool] = {}
+    given = fields.values.get("input")
+    items = [] if isinstance(given, str) else fields.objects("input", MOST_MESSAGES, TEXT_OR_LIST)
+    for holder in (fields, *(item for item in items if item.text("type", "message") in HOLDERS)):
+        for tool, namespace in _listed(holder):
+            if (read := _tool(tool, namespace)) is not None:
+                flat = _flat(read.name, read.namespace)
+                found[flat], named[flat] = _function(tool, flat, read.kind), read
+    return list(found.values()), named
 
-    def add(tool: Fields, namespace: str | None) -> None:
-        kind = tool.need("type", TEXT)
-        if kind == "namespace" and namespace is None:
-            for inner in tool.objects("tools", MOST_TOOLS):
-                add(inner, tool.need("name", TEXT))
-        elif kind in ("function", "custom"):
-            name = tool.need("name", TEXT)
-            flat = name if namespace is None else f"{namespace}.{name}"
-            custom = kind == "custom"
-            values = {**tool.values, "name": flat} | ({"parameters": CUSTOM} if custom else {})
-            found.append(function_tool(Fields(values, tool.where), "parameters"))
-            named[flat] = Tool(name, namespace, custom)
 
-    for tool in fields.objects("tools", MOST_TOOLS):
-        add(tool, None)
-    return found, named
+def _listed(holder: Fields) -> Iterator[tuple[Fields, str | None]]:
+    """Yield the tools that an object lists, each with its namespace."""
+    for tool in holder.objects("tools", MOST_TOOLS):
+        if tool.need("type", TEXT) != "namespace":
+            yield tool, None
+            continue
+        namespace = tool.need("name", TEXT)
+        for inner in tool.objects("tools", MOST_TOOLS):
+            yield inner, None if namespace == DEFAULT else namespace
+
+
+def _tool(tool: Fields, namespace: str | None) -> Tool | None:
+    """Return what a tool is to its client; None for one that only OpenAI's servers run."""
+    kind = tool.need("type", TEXT)
+    if kind in ("function", "custom"):
+        return Tool(tool.need("name", TEXT), namespace, "custom_tool_call" if kind == "custom" else "function_call")
+    if kind == SEARCH:  # what OpenAI's servers search are functions of the request, all of which the model sees here
+        client = tool.choice("execution", "server", "client") == "client"
+        return Tool(SEARCH, kind="tool_search_call") if client else None
+    if kind in HOSTED or kind.startswith("web_search"):
+        return None
+    raise tool.refuse("type", "it is not supported; give a tool that the client runs as a function or a custom tool")
+
+
+def _function(tool: Fields, name: str, kind: str) -> dict[str, Any]:
+    values = {**tool.values, "name": name} | ({"parameters": _free_text(tool)} if kind == "custom_tool_call" else {})
+    return function_tool(Fields(values, tool.where), "parameters")
+
+
+def _free_text(tool: Fields) -> dict[str, Any]:
+    """Return the parameters of a custom tool. A grammar of its text is shown to the model, which may depart from it."""
+    text = {"type": "string"}
+    form = tool.object("format")
+    if form is not None and form.choice("type", "text", "grammar") == "grammar":
+        text["description"] = f"Text of this {form.need('syntax', TEXT)} grammar:\n{form.need('definition', TEXT)}"
+    return {"type": "object", "properties": {"input": text}, "required": ["input"]}
+
+
+def _flat(name: str, namespace: str | None) -> str:
+    """Return the name by which the model calls a function of a namespace."""
+    return f"{namespace}.{name}" if namespace and namespace != DEFAULT else name
 
 
 def messages_of(fields: Fields, store: Store) -> list[Message]:
@@ -135,21 +176,30 @@ def _message(item: Fields, kind: str) -> Message | None:
             raise item.refuse("role", "it must be system, developer, user or assistant")
         return {"role": role, "content": text_of(item, "content", PARTS) or ""}
     if kind in ("function_call", "custom_tool_call"):
-        name = item.need("name", TEXT)
-        if namespace := item.text("namespace"):
-            name = f"{namespace}.{name}"
-        arguments = item.text("arguments", "{}") if kind == "function_call" else _input(item)
-        call = {"id": item.text("call_id", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
+        name = _flat(item.need("name", TEXT), item.text("namespace"))
+        return _call(item, name, item.text("arguments", "{}") if kind == "function_call" else _input(item))
     if kind in ("function_call_output", "custom_tool_call_output"):
-        content = text_of(item, "output", OUTPUT)
-        return {"role": "tool", "tool_call_id": item.text("call_id", ""), "content": content or ""}
+        return _result(item, text_of(item, "output", OUTPUT) or "")
+    if kind in ("tool_search_call", "tool_search_output") and item.text("execution") == "client":
+        if kind == "tool_search_call":
+            return _call(item, SEARCH, json.dumps(item.take("arguments", OBJECT, {}), ensure_ascii=False))
+        names = [_flat(name, namespace) for tool, namespace in _listed(item) if (name := tool.text("name"))]
+        return _result(item, json.dumps(names, ensure_ascii=False))
     if kind == "agent_message":
         text = text_of(_plain(item, "content"), "content", OUTPUT)
         return {"role": "user", "content": text} if text else None
-    if kind not in LEFT_OUT:
+    if kind not in LEFT_OUT and kind not in READ:
         raise item.refuse("type", f"supported are {', '.join(READ)}")
     return None
+
+
+def _call(item: Fields, name: str, arguments: str) -> Message:
+    call = {"id": item.text("call_id", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _result(item: Fields, content: str) -> Message:
+    return {"role": "tool", "tool_call_id": item.text("call_id", ""), "content": content}
 
 
 def _plain(item: Fields, key: str) -> Fields:

@@ -50,6 +50,7 @@ ECHOED: dict[
     "top_p": None,
     "truncation": "disabled",
 }
+PREFIXES = {"function_call": "fc_", "custom_tool_call": "ctc_", "tool_search_call": "tsc_"}  # of the ids of calls
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def response_object(head: Head, status: str, output: Sequence[Any], **more: Any)
 class Item:
     """An output item that is being written.
 
-    kind  "message", "reasoning", "function_call" or "custom_tool_call"
+    kind  "message", "reasoning", or that of a call in PREFIXES
     """
 
     kind: str
@@ -282,7 +283,7 @@ class Writer:
         elif item.kind == "function_call":
             at["name"] = done["name"]
             yield self._event("response.function_call_arguments.done", arguments=item.text, **at)
-        else:
+        elif item.kind == "custom_tool_call":
             yield self._event("response.custom_tool_call_input.delta", **at, delta=done["input"])
             yield self._event("response.custom_tool_call_input.done", **at, input=done["input"])
         self.output.append(done)
@@ -334,25 +335,34 @@ def item_object(head: Head, item: Item, status: str) -> dict[str, Any]:
             return body | {"summary": [{"type": "summary_text", "text": text} for text in parts]}
         return body | {"summary": [], "content": [{"type": "reasoning_text", "text": text} for text in parts]}
     assert item.call is not None
+    body["call_id"] = item.call.id
+    if item.kind == "tool_search_call":
+        return body | {"execution": "client", "arguments": arguments_object(item.text)}
     tool = head.tools.get(item.call.name, Tool(item.call.name))
-    body |= {"call_id": item.call.id, "name": tool.name}
+    body["name"] = tool.name
     if tool.namespace is not None:
         body["namespace"] = tool.namespace
-    return body | ({"input": custom_input(item.text)} if tool.custom else {"arguments": item.text})
+    return body | ({"arguments": item.text} if item.kind == "function_call" else {"input": custom_input(item.text)})
 
 
 def call_kind(head: Head, name: str) -> tuple[str, str]:
     """The kind of the output item that calls a function, and the prefix of its id."""
-    custom = name in head.tools and head.tools[name].custom
-    return ("custom_tool_call", "ctc_") if custom else ("function_call", "fc_")
+    kind = head.tools.get(name, Tool(name)).kind
+    return kind, PREFIXES[kind]
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """The arguments of a call; none while its text is not whole."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def custom_input(arguments: str) -> str:
     """The free text among the arguments of a custom tool's call."""
-    try:
-        found = json.loads(arguments).get("input", "")
-    except ValueError:
-        return ""
+    found = arguments_object(arguments).get("input", "")
     return found if isinstance(found, str) else json.dumps(found)
 
 

@@ -6,13 +6,13 @@ import tiny
 import tiny_eagle
 from test_plain import prefilled
 
-from common import joined
+from common import row_runner
 from common.coupled import Coupling
 from common.decode.requests import Draft
 from common.errors import NotFiniteError
-from common.joined import RowRunner
 from common.models.drafts import load_pair
 from common.reference import NumpyOps
+from common.row_runner import RowRunner
 from common.sampling import Sampling
 
 KINDS = ["dflash", "dspark", "mtp-qwen35", "eagle"]
@@ -51,7 +51,7 @@ def test_a_draft_does_not_depend_on_the_others(kind, most, tmp_path, monkeypatch
     pair, passes = pair_of(kind, NumpyOps(), tmp_path), []
     asked = asked_of(pair)
     expected = [pair.drafted(state, *draft) for state, draft in asked]
-    monkeypatch.setattr(joined, "MAX_DECODE_ROWS", most)
+    monkeypatch.setattr(row_runner, "MAX_DECODE_ROWS", most)
     propose = type(pair).propose_each
     monkeypatch.setattr(
         type(pair),

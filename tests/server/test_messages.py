@@ -1,5 +1,7 @@
 """Anthropic Messages: bodies, the order of a stream, what Claude Code sends, and what the official SDK makes of it."""
 
+import json
+
 import pytest
 from wires import named
 
@@ -202,6 +204,53 @@ def test_what_only_anthropics_servers_ran_is_left_out(scripted):
         assert ask(scripted, messages=[*USER, {"role": "assistant", "content": content}, *USER]).status_code == 200
         prompts.append(scripted.llm.prompts[-1])
     assert prompts[0] == prompts[1]
+
+
+BASH = {"command", "restart"}
+EDITOR = {"command", "path", "view_range", "file_text", "old_str", "new_str", "insert_line"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "inputs"),
+    [
+        ("bash_20250124", "bash", BASH),
+        ("bash_20241022", "bash", BASH),
+        ("text_editor_20250728", "str_replace_based_edit_tool", {*EDITOR, "insert_text"}),
+        ("text_editor_20250429", "str_replace_based_edit_tool", EDITOR),
+        ("text_editor_20250124", "str_replace_editor", EDITOR),
+        ("memory_20250818", "memory", {*EDITOR, "insert_text", "old_path", "new_path"}),
+    ],
+)
+def test_tools_that_the_client_runs_have_their_documented_inputs(scripted, kind, name, inputs):
+    """Anthropic's models know these inputs, so that clients send no schema."""
+    scripted.llm.text = CALL.replace('"add"', f'"{name}"').replace('{"a": 1}', '{"command": "view", "path": "a"}')
+    tool = {"type": kind, "name": name, "max_characters": 10000}
+    for choice in ({"type": "auto"}, {"type": "tool", "name": name}):
+        content = ask(scripted, tools=[tool], tool_choice=choice).json()["content"]
+        assert [(block["type"], block["name"]) for block in content] == [("tool_use", name)]
+        assert content[0]["input"] == {"command": "view", "path": "a"}
+    [shown] = shown_tools(scripted)
+    assert shown["name"] == name
+    assert set(shown["parameters"]["properties"]) == inputs
+    assert all(one["description"] for one in (shown, *shown["parameters"]["properties"].values()))
+    assert set(shown["parameters"]["required"]) <= {"command", "path"}
+    commands = shown["parameters"]["properties"]["command"].get("enum", [])
+    assert ("undo_edit" in commands) == (kind == "text_editor_20250124")
+
+
+def shown_tools(client):
+    """The functions that the latest prompt shows."""
+    text = client.llm.prompts[-1].partition("<|im_end|>\n[")[2]
+    return [tool["function"] for tool in json.JSONDecoder().raw_decode(f"[{text}")[0]]
+
+
+def test_tools_that_the_client_does_not_run_are_left_out(scripted):
+    kinds = ("web_search_20250305", "code_execution_20250825", "computer_20250124", "bash_code_execution_20250825")
+    hosted = [{"type": kind, "name": "x"} for kind in kinds]
+    ask(scripted, tools=[ADD, *hosted])
+    assert [tool["name"] for tool in shown_tools(scripted)] == ["add"]
+    error = ask(scripted, tools=[{"type": "bash_20250124"}]).json()["error"]
+    assert error["message"] == "tools[0].name is missing; it must be text"
 
 
 @pytest.mark.parametrize("path", [URL, f"{URL}/count_tokens"])

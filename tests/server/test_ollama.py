@@ -73,6 +73,31 @@ def test_an_empty_request_loads_the_model(scripted, path):
     assert scripted.post(path, json={"model": "m", "stream": False}).json()["done_reason"] == "load"
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_an_empty_request_that_keeps_the_model_for_no_time_unloads_it(scripted, path):
+    """The client gets Ollama's answer; the server's only model stays loaded."""
+
+    def reason(value):
+        lines = ndjson(scripted.post(path, json={"model": "m", "messages": [], "keep_alive": value}))
+        whole = scripted.post(path, json={"model": "m", "keep_alive": value, "stream": False}).json()
+        assert (len(lines), lines[0]["done"], whole["done"]) == (1, True, True)
+        assert lines[0]["done_reason"] == whole["done_reason"]
+        return whole["done_reason"]
+
+    assert [reason(value) for value in (0, 0.0, "0", "0s", "-0h0.0m")] == ["unload"] * 5
+    assert [reason(value) for value in (None, 1, -1, 0.5, "5m", "1h30m", "-1s", ".5s")] == ["load"] * 8
+    assert scripted.get("/api/ps").json()["models"][0]["name"] == "scripted"
+    asked = {"model": "m", "messages": USER, "prompt": "Hello?", "keep_alive": 0, "stream": False}
+    assert scripted.post(path, json=asked).json()["done_reason"] == "stop"
+
+
+@pytest.mark.parametrize("value", [True, [], {}, "", "x", "5", "5 m", "m", "1.2.3s"])
+def test_what_is_no_time_is_refused(scripted, value):
+    response = chat(scripted, keep_alive=value)
+    words = f"keep_alive is {value!r}; it must be seconds, or a duration such as '5m'"
+    assert (response.status_code, response.json()) == (400, {"error": words})
+
+
 def test_what_clients_ask_first(scripted):
     assert scripted.get("/").text == "Ollama is running"
     assert scripted.head("/").status_code == 200

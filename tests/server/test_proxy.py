@@ -141,6 +141,13 @@ def test_long_texts_are_shortened(between, canned, path, body):
     assert between.service.metrics.counters["prefill_compression_dropped_tokens"] > len(text) / 2
 
 
+def test_a_conversation_whose_items_hold_tools_is_not_shortened(between, canned):
+    held = {"type": "additional_tools", "tools": [{"type": "function", "name": "add"}]}
+    given = {"input": [held, {"role": "user", "content": words(100)}]}
+    assert between(RESPONSES, given).status == 200
+    assert json.loads(canned.bodies[-1]) == given
+
+
 def test_a_server_behind_answers_as_itself(tmp_path, drafter):
     behind = client_of(Scripted(tmp_path / "model", context=1 << 16), "scripted")
     with serving(behind.app) as url:

@@ -137,6 +137,82 @@ def test_namespaces_and_custom_tools(scripted):
     assert "<|im_start|>tool\n1<|im_end|>\n<|im_start|>tool\n2<|im_end|>" in prompt
 
 
+def shown_tools(client):
+    """The functions that the latest prompt shows, by name."""
+    text = client.llm.prompts[-1].partition('[{"type": "function"')
+    found = json.JSONDecoder().raw_decode("".join(text[1:]))[0]
+    return {tool["function"]["name"]: tool["function"] for tool in found}
+
+
+def test_tools_among_the_items_of_a_conversation(scripted):
+    """Codex sends all its tools so to some models: as an item, in a namespace that stands for none."""
+    held = [
+        {"type": "namespace", "name": "functions", "description": "x", "tools": [{**ADD, "description": "Adds."}]},
+        {"type": "namespace", "name": "agents", "tools": [{**ADD, "name": "spawn"}]},
+        {"type": "web_search"},
+    ]
+    items = [{"type": "additional_tools", "role": "developer", "tools": held}, *USER]
+    scripted.llm.text = CALL.replace("NAME", "add") + CALL.replace("NAME", "agents.spawn")
+    for fields in ({"input": items}, {"input": items, "tools": [ADD], "tool_choice": "required"}):
+        output = ask(scripted, **fields).json()["output"]
+        assert [(item["name"], item.get("namespace")) for item in output] == [("add", None), ("spawn", "agents")]
+        assert list(shown_tools(scripted)) == ["add", "agents.spawn"]
+        assert shown_tools(scripted)["add"]["description"] == "Adds."
+    call = {"type": "function_call", "name": "add", "namespace": "functions", "call_id": "c", "arguments": "{}"}
+    ask(scripted, input=[*items, call])
+    assert '{"name": "add", "arguments": ' in scripted.llm.prompts[-1]
+    for wrong, param in (({"tools": 5}, "input[0].tools"), ({"tools": [{}]}, "input[0].tools[0].type")):
+        error = ask(scripted, input=[items[0] | wrong, *USER]).json()["error"]
+        assert error["param"] == param
+
+
+def test_the_grammar_of_a_custom_tool_is_shown(scripted):
+    grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "patch"'}
+    tools = [
+        {"type": "custom", "name": "apply_patch", "format": grammar},
+        {"type": "custom", "name": "note", "format": {"type": "text"}},
+    ]
+    ask(scripted, tools=tools)
+    shown = {name: tool["parameters"]["properties"]["input"] for name, tool in shown_tools(scripted).items()}
+    words = 'Text of this lark grammar:\nstart: "patch"'
+    assert shown == {"apply_patch": {"type": "string", "description": words}, "note": {"type": "string"}}
+    error = ask(scripted, tools=[{"type": "custom", "name": "a", "format": {"type": "grammar"}}]).json()["error"]
+    assert error["message"] == "tools[0].format.syntax is missing; it must be text"
+
+
+def test_the_client_searches_its_tools(scripted):
+    """Codex keeps some functions back, and gives those that the model finds by a search."""
+    parameters = {"type": "object", "properties": {"query": {"type": "string"}}}
+    search = {"type": "tool_search", "execution": "client", "description": "Finds tools.", "parameters": parameters}
+    scripted.llm.text = CALL.replace("NAME", "tool_search").replace('"a": 1', '"query": "sum"')
+    whole, *streamed = outputs(scripted, tools=[search])
+    assert streamed == [whole, whole]
+    call = {"type": "tool_search_call", "status": "completed", "execution": "client", "arguments": {"query": "sum"}}
+    assert whole == [call]
+    assert shown_tools(scripted)["tool_search"]["parameters"] == parameters
+    [item] = ask(scripted, tools=[search]).json()["output"]
+    loaded = [ADD, {"type": "namespace", "name": "mail", "tools": [{**ADD, "name": "send"}]}]
+    answer = {"type": "tool_search_output", "call_id": item["call_id"], "execution": "client", "tools": loaded}
+    scripted.llm.text = CALL.replace("NAME", "mail.send")
+    [found] = ask(scripted, tools=[search], input=[*USER, item, answer]).json()["output"]
+    assert (found["type"], found["name"], found["namespace"]) == ("function_call", "send", "mail")
+    assert list(shown_tools(scripted)) == ["tool_search", "add", "mail.send"]
+    assert '"query": "sum"' in scripted.llm.prompts[-1]
+    assert '<|im_start|>tool\n["add", "mail.send"]<|im_end|>' in scripted.llm.prompts[-1]
+
+
+def test_tools_that_a_request_cannot_have(scripted):
+    """Those of OpenAI's servers are left out; those of the client are refused, which would miss their calls."""
+    hosted = ("web_search", "web_search_preview_2025_03_11", "file_search", "mcp", "image_generation", "tool_search")
+    ask(scripted, tools=[ADD, *({"type": kind} for kind in hosted)])
+    assert list(shown_tools(scripted)) == ["add"]
+    words = "it is not supported; give a tool that the client runs as a function or a custom tool"
+    for kind in ("local_shell", "shell", "apply_patch", "computer_use_preview", "foo"):
+        response = ask(scripted, tools=[ADD, {"type": kind}])
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == f"tools[1].type is {kind!r}; {words}"
+
+
 def test_a_conversation_goes_on_from_a_response(scripted):
     first = ask(scripted).json()
     second = ask(scripted, input="More.", previous_response_id=first["id"]).json()
@@ -323,7 +399,8 @@ def test_items_of_an_unknown_type_are_refused(scripted):
         assert (response.status_code, error["param"]) == (400, f"input[{at}].type")
         assert error["message"] == (
             f"input[{at}].type is {items[at]['type']!r}; supported are message, reasoning, function_call, "
-            "function_call_output, custom_tool_call, custom_tool_call_output, agent_message"
+            "function_call_output, custom_tool_call, custom_tool_call_output, agent_message, additional_tools, "
+            "tool_search_call, tool_search_output"
         )
 
 

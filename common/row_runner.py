@@ -1,4 +1,4 @@
-"""Answers to several decoders' requests for rows and drafts: one joined step if the backend supports it."""
+"""Run the rows and drafts that decoders request: those of several sequences in one joined step if the backend can."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The one thread that owns a loaded model: it runs the jobs that callers hand it, and between them turns an engine.
+"""The one thread that owns a loaded model: it runs the jobs that callers hand it, and the engine's turns between jobs.
 
 A long job is a generator, of which a step runs between turns.
 """
@@ -62,7 +62,7 @@ class Inbox:
                 queue.put_nowait(item)
 
 
-class Owner:
+class OwnerThread:
     """A daemon thread that runs jobs one after another, and `turn` whenever no job waits.
 
     MLX arrays and CUDA contexts belong to the thread that made them, so loading is a job too. A job that takes long is
