@@ -162,7 +162,7 @@ def pieces_launch(
         if ctas:
             return "one_row", sizes, shared, (128, T), ctas
     rows = split_rows(card, keys.width, T * group, *cache)
-    if not window and takes_64_rows(card, keys.width, T * group // step.runs, *cache, step.long_past):
+    if step.long_past and not window and takes_64_rows(card, keys.width, T * group // step.runs, *cache):
         rows = 64
     sizes, shared, ctas = split_tiles(card, keys.width, rows, *cache)
     return "split", sizes, shared, (8 * rows // blocks_of_warp(rows), row_blocks(T, step.runs, group, rows)), ctas

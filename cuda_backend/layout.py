@@ -227,7 +227,7 @@ def latent_tiles(card: Card, width: int) -> tuple[int, int, int]:
 def split_tiles(
     card: Card, width: int, rows: int, packed: int = 0, exact: bool = False
 ) -> tuple[tuple[str, ...], int, int]:
-    """Definitions of kernels/split.cu for 16, 32 or 64 rows per CTA, bytes of its shared memory, CTAs per multiprocessor.
+    """Definitions of kernels/split.cu for 16, 32 or 64 rows per CTA, bytes of shared memory, CTAs per multiprocessor.
 
     packed  bytes of the longest row of the cache where rows are not float16: buffers hold rows as they are
     exact   whether some tokens are read as float16 beside them
@@ -288,17 +288,13 @@ def split_rows(card: Card, width: int, rows: int, packed: int = 0, exact: bool =
     return 32
 
 
-def takes_64_rows(
-    card: Card, width: int, rows: int, packed: int = 0, exact: bool = False, long_past: bool = False
-) -> bool:
-    """Test whether CTAs of 64 rows are faster than those of 32, where each sequence has `rows` per head of keys.
+def takes_64_rows(card: Card, width: int, rows: int, packed: int = 0, exact: bool = False) -> bool:
+    """Test whether after a long past CTAs of 64 rows are faster than those of 32, with `rows` per head of keys.
 
-    They read the cache half as often, but are half as many, which a short context leaves without work for all
-    multiprocessors. Heads wider than 128 would take all registers of a multiprocessor for one CTA.
-
-    long_past  whether the context is long
+    They read the cache half as often, but there are half as many, too few for all multiprocessors after a short past.
+    Heads wider than 128 would take all registers of a multiprocessor for one CTA.
     """
-    if width > 128 or rows < (48 if long_past else 128):
+    if width > 128 or rows < 48:
         return False
     try:
         return split_tiles(card, width, 64, packed, exact)[2] == 2

@@ -315,10 +315,10 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 const u32 k_at = shared_address(tiles + ((PACKED ? 0 : 2 * tile % BUFFERS * TILE) + c * 16 + lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8);
                 auto multiply = [&](float (&sum)[OF_WARP][2][4], int d) {
                     u32 a[4], k[4];
-                    ldmatrix(k, k_at + d * 32);
 #pragma unroll
                     for (int j = 0; j < OF_WARP; j++) {
                         ldmatrix(a, q_at + (j * 16 * STRIDE + d * 16) * 2);
+                        if (j == 0) ldmatrix(k, k_at + d * 32);
                         mma(sum[j][0], a, k[0], k[1]);
                         mma(sum[j][1], a, k[2], k[3]);
                     }

@@ -70,7 +70,7 @@ def splits(card: Card, width: int, packed: int = 0, exact: bool = False) -> list
 
 def splits_of_64(card: Card, width: int, packed: int = 0, exact: bool = False) -> list[tuple[str, ...]]:
     """The build of kernels/split.cu for CTAs of 64 rows, if it has one; windows are not read by it."""
-    fits = takes_64_rows(card, width, 128, packed, exact)
+    fits = takes_64_rows(card, width, 64, packed, exact)
     return [split_tiles(card, width, 64, packed, exact)[0]] if fits else []
 
 
