@@ -406,11 +406,21 @@ def test_group_count():
 @pytest.mark.parametrize("rows", [16, 32, 64])
 def test_split_fits(card, rows):
     for width in (16, 64, 80, 128, 256):
+        if rows == 64 and not takes_64_rows(card, width, rows):
+            continue
         assert whole_tiles(card, width)[1] <= card.block_shared
         defines, shared, ctas = split_tiles(card, width, rows)
         assert ctas >= 1, defines
         assert shared <= card.block_shared
         assert ctas * (shared + 2048) <= card.shared  # 1 KB is the system's, and the kernel declares some itself
+
+
+def test_cards_for_ctas_of_64_rows():
+    """Heads of 128 need 128 KB of shared memory, heads of 64 less; wider ones, and fewer than 48 rows, take none."""
+    taken = {card.name: [d for d in (64, 128, 256) if takes_64_rows(card, d, 64)] for card in CARDS}
+    assert taken["H200"] == taken["A100 40 GB"] == [64, 128]
+    assert taken["RTX 4090"] == [64]
+    assert not any(takes_64_rows(card, 64, 47) for card in CARDS)
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
