@@ -395,7 +395,8 @@ def combine(
     room = 15 * context.card.sms // math.prod(blocks)
     is_one_run = 8 < most >> pieces.tile_bits <= 16  # that two warps read at once, and one warp in two halves
     of_run = 2 if room >= (3 if is_one_run else 6) else 1
-    warps = of_run * max(1, min(runs + bool(op), min(room, 12) // of_run))
+    fewest = 3 if step.long_past and of_run == 1 else 1  # of many runs, one warp would wait for each in turn
+    warps = of_run * max(min(runs, fewest), min(runs + bool(op), min(room, 12) // of_run))
     gated = int(op > 0 or pieces.window > 0)  # without it those with windows would spill
     form = f"WARPS={of_run}", f"ALONE={int(step.runs == 1)}", f"GATED={gated}"
     built = *form, windowed(pieces.window), *packed_only(out)

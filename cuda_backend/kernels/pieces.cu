@@ -25,6 +25,8 @@
 //             them
 //           two warps for a run of at most 16 pieces, and of at most 8 -> WeDLM's step of 16 rows at 512 tokens 2.056 ms against 2.109,
 //             and at 128 tokens 2.012 against 2.000: kept for 9 to 16 pieces
+//           three warps of a run each after a long past, however many the CTAs -> 25.0 against 41.6 at 22 rows and 32K, 37.9 against 63.7
+//             at 128K: kept; five at 16 rows 24.9 against 24.4 of two, with two warps for a run 36 and more
 //           one warp for a run however few the CTAs, half as many in all -> GLM 2.007 ms against 1.972 at one row, 3.579 against
 //             3.320 at 8
 //           this work in the CTA of `split` that ends last -> not built: write, fence, counter and read took 1.8 to 2.2 us
