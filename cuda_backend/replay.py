@@ -30,7 +30,7 @@ Table = MutableMapping[Shape, Program | None]  # captured steps of a function; N
 NO_PATH = np.empty(0, np.int32)
 BUCKETS = (1, 8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 136)
 
-LONG_PAST = 4096  # committed tokens from which attention takes larger blocks of rows, and more warps: docs/experiments/attention.md
+LONG_PAST = 4096  # committed tokens from which attention takes larger blocks of rows: docs/experiments/attention.md
 LONG_ROWS = 1024  # most rows of a long step that is captured: the host takes longer than the device to launch fewer
 LONG_PROGRAMS = 32  # long steps that stay captured, of each function
 
