@@ -14,6 +14,7 @@ from generate.server.conversation import (
     function_tool,
     text_of,
 )
+from generate.server.custom_tools import arguments_of, parameters_of
 from generate.server.errors import ApiError
 from generate.server.fields import OBJECT, TEXT, TEXT_OR_LIST, Fields
 from generate.server.store import Store
@@ -104,17 +105,8 @@ def _tool(tool: Fields, namespace: str | None) -> Tool | None:
 
 
 def _function(tool: Fields, name: str, kind: str) -> dict[str, Any]:
-    values = {**tool.values, "name": name} | ({"parameters": _free_text(tool)} if kind == "custom_tool_call" else {})
+    values = {**tool.values, "name": name} | ({"parameters": parameters_of(tool)} if kind == "custom_tool_call" else {})
     return function_tool(Fields(values, tool.where), "parameters")
-
-
-def _free_text(tool: Fields) -> dict[str, Any]:
-    """Return the parameters of a custom tool. A grammar of its text is shown to the model, which may depart from it."""
-    text = {"type": "string"}
-    form = tool.object("format")
-    if form is not None and form.choice("type", "text", "grammar") == "grammar":
-        text["description"] = f"Text of this {form.need('syntax', TEXT)} grammar:\n{form.need('definition', TEXT)}"
-    return {"type": "object", "properties": {"input": text}, "required": ["input"]}
 
 
 def _flat(name: str, namespace: str | None) -> str:
@@ -177,7 +169,7 @@ def _message(item: Fields, kind: str) -> Message | None:
         return {"role": role, "content": text_of(item, "content", PARTS) or ""}
     if kind in ("function_call", "custom_tool_call"):
         name = _flat(item.need("name", TEXT), item.text("namespace"))
-        return _call(item, name, item.text("arguments", "{}") if kind == "function_call" else _input(item))
+        return _call(item, name, item.text("arguments", "{}") if kind == "function_call" else arguments_of(item))
     if kind in ("function_call_output", "custom_tool_call_output"):
         return _result(item, text_of(item, "output", OUTPUT) or "")
     if kind in ("tool_search_call", "tool_search_output") and item.text("execution") == "client":
@@ -209,10 +201,6 @@ def _plain(item: Fields, key: str) -> Fields:
         return item
     kept = [part for part in parts if not isinstance(part, dict) or part.get("type") != "encrypted_content"]
     return Fields({**item.values, key: kept}, item.where)
-
-
-def _input(item: Fields) -> str:
-    return json.dumps({"input": item.text("input", "")}, ensure_ascii=False)
 
 
 def _reasoning(item: Fields) -> str:
