@@ -10,7 +10,6 @@ left; and the seconds of scoring.
 
 import argparse
 import random
-import threading
 import time
 
 import numpy as np
@@ -83,7 +82,7 @@ def main() -> None:
             for _ in range(args.texts):
                 tokens, place = text(args.kind, llm.tokenizer.encode_plain, length, rng)
                 started = time.perf_counter()
-                scores = scored(tokens, lambda ids: llm.attention_to(ids, QUERIES, threading.Event()), room)
+                scores = scored(tokens, lambda ids: llm.attention_to(ids, QUERIES), room)
                 seconds.append(time.perf_counter() - started)
                 spans = kept_spans(tokens, scores, args.keep)
                 count = -(-len(tokens) // CHUNK)

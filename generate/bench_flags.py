@@ -163,7 +163,12 @@ def _server(group: Any) -> None:
     group.add_argument(
         "--rate", type=values.above_zero, metavar="X", help="start X requests per second, in place of --concurrency"
     )
-    group.add_argument("--prompt-tokens", type=values.positive, metavar="N", help="words of a prompt (default: 128)")
+    group.add_argument(
+        "--prompt-tokens",
+        type=values.positive,
+        metavar="N",
+        help="tokens of a prompt, without those of the chat template (default: 128)",
+    )
     group.add_argument(
         "--seed",
         type=values.count,

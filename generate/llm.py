@@ -40,7 +40,7 @@ from common.sequence import Call
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.turns import Render, reply_header, turns_of
 from common.warm_up import Size, warm_sizes
-from generate.activity import Activity, activity_of, tokens_held
+from generate.activity import Activity, activity_of, cached_tokens
 from generate.backends import Placement, check_draft, choose, leave_thread
 from generate.loading import load_all, make_room, resolve_draft
 from generate.machines import check_load, is_follower
@@ -322,19 +322,22 @@ class LLM:
         """
         return await asyncio.wrap_future(self._submit_steps(self._scoring(prompt, top)))
 
-    def attention_to(self, tokens: Sequence[int], queries: int, cancel: threading.Event) -> np.ndarray:
+    def attention_to(self, tokens: Sequence[int], queries: int, cancel: threading.Event | None = None) -> np.ndarray:
         """Measure the attention that the last `queries` of `tokens` give to each: (T,) float32.
 
-        cancel  ends the work at the next step, with BimetalError
+        cancel  when set, ends the work at the next step, with BimetalError
         """
         queries = rules.whole(1).accept("queries", queries)
         job = partial(attention_to, tokens=tokens, queries=queries, context=self.context, cancel=cancel)
         return self._submit_steps(job).result()
 
-    def held(self, prompt: Prompt) -> int:
-        """Count the first tokens of `prompt` (text or token ids) that a slot or the prefix cache holds."""
+    def cached_tokens(self, prompt: Prompt) -> int:
+        """Count the first tokens of `prompt` (text or token ids) that a slot or the prefix cache holds.
+
+        A call may take fewer, which its `stats.cached_tokens` counts: those of which a state is kept.
+        """
         ids = self._ids(prompt)
-        return self._submit(lambda: tokens_held(self._engine, ids)).result()
+        return self._submit(lambda: cached_tokens(self._engine, ids)).result()
 
     # -- the owner thread ----------------------------------------------------------------------------------------------
 
@@ -410,7 +413,10 @@ class LLM:
         return self._engine.warm_up(size)  # in the owner thread: no other may keep the engine
 
     async def acheck(self) -> None:
-        """Wait for the owner thread, which answers between two steps; raises what the backend raises now."""
+        """Check that the model still runs: its thread answers, between two steps, and its device reports free memory.
+
+        Raises what the device raises, and BimetalError where the model is closed. Waits for as long as a step takes.
+        """
         await asyncio.wrap_future(self._submit(lambda: self._engine.model.ops.free_bytes()))
 
     def _submit(self, job: Callable[[], Any]) -> Any:

@@ -1,17 +1,19 @@
 """OpenAI Chat Completions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from common.pieces import Logprob, Stats
 from common.rules import number, whole
 from generate.server.constraints import budget_of, grammar_of, openai_choice, openai_format
-from generate.server.conversation import arrange, messages_of, tools_of
+from generate.server.conversation import MOST_TOOLS, arrange, messages_of, tools_of
+from generate.server.custom_tools import input_of
 from generate.server.errors import ApiError, envelope
 from generate.server.events import (
     CallArguments,
     CallBegin,
+    CallEnd,
     Event,
     Failed,
     Finish,
@@ -43,7 +45,10 @@ OTHER_GRAMMARS = {  # of llama.cpp and vLLM, and the values by which nothing is 
 
 @dataclass(frozen=True)
 class Head:
-    """Fields that all chunks of a reply share."""
+    """Fields that all chunks of a reply share.
+
+    custom  names of the tools whose calls are free text
+    """
 
     id: str
     created: int
@@ -51,6 +56,7 @@ class Head:
     usage: bool
     logprobs: bool
     choices: int
+    custom: Collection[str]
 
 
 def parse(fields: Fields, facts: Facts) -> Parsed:
@@ -85,8 +91,15 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
         budget=_budget(fields, effort),
     )
     usage = bool(streaming and streaming.flag("include_usage", False))
-    head = Head(new_id("chatcmpl-"), now(), facts, usage, logprobs, n)
+    head = Head(new_id("chatcmpl-"), now(), facts, usage, logprobs, n, custom_names(fields))
     return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies))
+
+
+def custom_names(fields: Fields) -> set[str]:
+    """Return the names of the custom tools among those of a request."""
+    return {
+        tool.values["custom"]["name"] for tool in fields.objects("tools", MOST_TOOLS) if tool.text("type") == "custom"
+    }
 
 
 def _budget(fields: Fields, effort: str | None) -> int | None:
@@ -149,6 +162,7 @@ class Writer:
     def __init__(self, head: Head):
         self.head = head
         self.frames: dict[tuple[int, str], Frame] = {}
+        self.custom: dict[tuple[int, int], str] = {}  # arguments of open calls, by choice and call
         self.usages: dict[int, Usage] = {}
         self.stats: Stats | None = None
         self.failed = False
@@ -193,10 +207,16 @@ class Writer:
             case Reasoning(text, logprobs):
                 yield self._texts(index, text, logprobs, "reasoning_content", "reasoning")
             case CallBegin(at, id, name):
-                call = {"index": at, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
-                yield self._chunk(index, {"tool_calls": [call]})
+                if name in self.head.custom:
+                    self.custom[index, at] = ""
+                yield self._chunk(index, {"tool_calls": [{"index": at, **call_object(self.head, id, name, "")}]})
+            case CallArguments(at, text) if (index, at) in self.custom:
+                self.custom[index, at] += text
             case CallArguments(at, text):
                 yield self._chunk(index, {"tool_calls": [{"index": at, "function": {"arguments": text}}]})
+            case CallEnd(at) if (index, at) in self.custom:
+                text = input_of(self.custom.pop((index, at)))
+                yield self._chunk(index, {"tool_calls": [{"index": at, "custom": {"input": text}}]})
             case Finish(reason, usage):
                 self.usages[index], self.stats = usage, event.stats
                 yield self._chunk(index, {}, reason)
@@ -212,6 +232,13 @@ class Writer:
         yield b"data: [DONE]\n\n"
 
 
+def call_object(head: Head, id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a tool call of a message; a custom tool's holds free text in place of arguments."""
+    if name in head.custom:
+        return {"id": id, "type": "custom", "custom": {"name": name, "input": input_of(arguments)}}
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
     """The body of a reply that is not streamed."""
     choices = []
@@ -222,10 +249,7 @@ def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
             message |= {"reasoning_content": reply.reasoning, "reasoning": reply.reasoning}
         if reply.calls:
             message["content"] = reply.text or None
-            message["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-                for c in reply.calls
-            ]
+            message["tool_calls"] = [call_object(head, call.id, call.name, call.arguments) for call in reply.calls]
         logprobs = None
         if head.logprobs:
             logprobs = {"content": chat_logprobs(head.facts.tokenizer, reply.logprobs), "refusal": None}

@@ -1,7 +1,7 @@
-"""Tools of Messages that a client runs and sends without a schema: their inputs, as Anthropic documents them.
+"""Tools of Messages: which are left out, and the inputs of those that a client sends without a schema.
 
-The date in a tool's type is its version. Before 20250429 the editor could undo, and before 20250728 `insert` took its
-text as `new_str`.
+The inputs are those that Anthropic documents. The date in a tool's type is its version. Before 20250429 the editor
+could undo, and before 20250728 `insert` took its text as `new_str`.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,19 +10,22 @@ from typing import Any
 from generate.server.conversation import function_tool
 from generate.server.fields import Fields
 
+LEFT_OUT = (  # beginnings of the types of tools that Anthropic's servers run, or whose results are images
+    *("advisor", "code_execution", "mcp_toolset", "tool_search_tool", "web_fetch", "web_search"),
+    "computer",
+)
 Properties = dict[str, dict[str, Any]]
 
 
 def tool_of(tool: Fields) -> dict[str, Any] | None:
-    """Return a tool of Messages in the form of Chat Completions; None for one that the client does not run.
-
-    `computer` counts among the latter: its results are images.
-    """
+    """Return a tool of Messages in the form of Chat Completions; None for one of LEFT_OUT. Refuses unknown types."""
     kind = tool.text("type", "custom")
+    if kind.startswith(LEFT_OUT):
+        return None
     if kind != "custom":
         family, _, version = kind.rpartition("_")
         if family not in KNOWN or not (version.isdecimal() and len(version) == 8):
-            return None
+            raise tool.refuse("type", f"supported are custom and, with a date, {', '.join(KNOWN)}")
         words, schema = KNOWN[family]
         tool = Fields({**tool.values, "description": words, "input_schema": schema(version)}, tool.where)
     return function_tool(tool, "input_schema")

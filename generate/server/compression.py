@@ -54,7 +54,7 @@ def compressor_for(backend: str | None, compression: Compression) -> "Compressor
     )
     try:
         words = drafter.tokenizer.encode_plain("a b")
-        drafter.attention_to(words, QUERIES, threading.Event())  # refused here if at all
+        drafter.attention_to(words, QUERIES)  # refused here if at all
     except BaseException:
         drafter.close()
         raise
@@ -160,4 +160,4 @@ def is_cached(llm: LLM, prompt: Chat | str | list[int]) -> bool:
         [ready] = rendered(llm, Task([prompt], {}))
     except PromptTooLongError:
         return False
-    return 2 * llm.held(ready.tokens) >= len(ready.tokens)
+    return 2 * llm.cached_tokens(ready.tokens) >= len(ready.tokens)

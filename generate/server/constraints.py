@@ -33,13 +33,13 @@ def openai_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
     given = fields.values.get("tool_choice")
     if given is None or isinstance(given, str):
         if given not in (None, "none", "auto", "required"):
-            raise fields.refuse("tool_choice", "it must be none, auto, required or a function")
+            raise fields.refuse("tool_choice", "it must be none, auto, required or a tool")
         return _checked(fields, Choice(given or "auto"), tools)
     chosen = fields.object("tool_choice")
     assert chosen is not None
-    if chosen.text("type") not in ("function", "custom"):
-        raise chosen.refuse("type", "it must be function")
-    named = chosen.object("function") or chosen
+    if (kind := chosen.text("type")) not in ("function", "custom"):
+        raise chosen.refuse("type", "it must be function or custom")
+    named = chosen.object(kind) or chosen
     return _checked(fields, Choice("required", named.need("name", TEXT)), tools)
 
 

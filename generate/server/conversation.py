@@ -4,10 +4,11 @@ Equal conversations give equal prompts, however a client has cut them into parts
 one then begins with its tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from common.rules import FLAG
+from generate.server.custom_tools import arguments_of, parameters_of
 from generate.server.errors import ApiError
 from generate.server.facts import Facts
 from generate.server.fields import LIST, TEXT, TEXT_OR_LIST, Fields
@@ -58,15 +59,19 @@ def arrange(messages: Sequence[Message], facts: Facts) -> list[Message]:
     return out
 
 
-def tools_of(fields: Fields) -> list[dict[str, Any]]:
-    """Return the functions among a request's tools, in the form of Chat Completions; other kinds are left out."""
+def tools_of(fields: Fields, kinds: Collection[str] = ("function", "custom")) -> list[dict[str, Any]]:
+    """Return a request's tools as functions in the form of Chat Completions; refuses types that are none of `kinds`."""
     found = []
     for tool in fields.objects("tools", MOST_TOOLS):
-        if tool.text("type", "function") == "function":
-            function = tool.object("function")
-            if function is None:
-                raise tool.refuse("function", "it must be an object with a name")
-            found.append(function_tool(function, "parameters"))
+        kind = tool.text("type", "function")
+        if kind not in kinds:
+            raise tool.refuse("type", f"supported are tools of the type {' and '.join(kinds)}")
+        held = tool.object(kind)
+        if held is None:
+            raise tool.refuse(kind, "it must be an object with a name")
+        if kind == "custom":
+            held = Fields({**held.values, "parameters": parameters_of(held)}, held.where)
+        found.append(function_tool(held, "parameters"))
     return found
 
 
@@ -85,15 +90,20 @@ def function_tool(fields: Fields, schema: str) -> dict[str, Any]:
 
 
 def calls_of(fields: Fields) -> list[dict[str, Any]]:
-    """Return the tool calls of an assistant's message in the form of Chat Completions."""
+    """Return the tool calls of an assistant's message, as calls of functions, in the form of Chat Completions."""
     found = []
     for call in fields.objects("tool_calls", MOST_CALLS):
-        function = call.object("function")
-        if function is None:
-            raise call.refuse("function", "it must be an object with a name and arguments")
-        found.append({"id": call.text("id", ""), "type": "function", "function": _called(function)})
-    if not found and (function := fields.object("function_call")) is not None:  # as OpenAI's API had one before
-        found.append({"id": "", "type": "function", "function": _called(function)})
+        if call.text("type") == "custom":
+            if (custom := call.object("custom")) is None:
+                raise call.refuse("custom", "it must be an object with a name and an input")
+            function = {"name": custom.need("name", TEXT), "arguments": arguments_of(custom)}
+        else:
+            if (called := call.object("function")) is None:
+                raise call.refuse("function", "it must be an object with a name and arguments")
+            function = _called(called)
+        found.append({"id": call.text("id", ""), "type": "function", "function": function})
+    if not found and (called := fields.object("function_call")) is not None:  # as OpenAI's API had one before
+        found.append({"id": "", "type": "function", "function": _called(called)})
     return found
 
 

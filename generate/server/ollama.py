@@ -64,7 +64,7 @@ def parse_chat(fields: Fields, facts: Facts) -> Parsed:
     """Read a request of /api/chat; raises ApiError."""
     messages = [_message(message) for message in fields.objects("messages", MOST_MESSAGES)]
     rendering = _rendering(fields, facts)
-    if tools := tools_of(fields):
+    if tools := tools_of(fields, ["function"]):
         rendering["tools"] = tools
     return _parsed(
         fields, facts, _head(fields, facts, True), Chat(arrange(messages, facts), rendering) if messages else None

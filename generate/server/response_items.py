@@ -14,6 +14,7 @@ from generate.server.conversation import (
     function_tool,
     text_of,
 )
+from generate.server.custom_tools import arguments_of, parameters_of
 from generate.server.errors import ApiError
 from generate.server.fields import OBJECT, TEXT, TEXT_OR_LIST, Fields
 from generate.server.store import Store
@@ -24,6 +25,11 @@ HOLDERS = ("additional_tools", "tool_search_output")  # items of a conversation 
 HOSTED = {"file_search", "code_interpreter", "image_generation", "mcp", "programmatic_tool_calling"}
 OUTPUT = {"input_text": "text", "output_text": "text", "text": "text"}
 REASONING = {"summary_text": "text", "reasoning_text": "text", "text": "text"}
+RUN = {  # calls of tools of OpenAI's API that the client runs, and the entry of their arguments
+    "local_shell_call": "action",
+    "shell_call": "action",
+    "apply_patch_call": "operation",
+}
 READ = (
     "message",
     "reasoning",
@@ -35,6 +41,7 @@ READ = (
     "additional_tools",
     "tool_search_call",
     "tool_search_output",
+    *(f"{call}{end}" for call in RUN for end in ("", "_output")),
 )
 # Items of a conversation that hold nothing a model could read here: calls of tools that no request has here, what only
 # OpenAI's servers can decrypt, and a client's own notes.
@@ -43,7 +50,7 @@ LEFT_OUT = {
     *("compaction", "compaction_summary", "context_compaction"),
     *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
     *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
-    *(f"{tool}_call{end}" for tool in ("computer", "local_shell", "shell", "apply_patch") for end in ("", "_output")),
+    *("computer_call", "computer_call_output"),
 }
 
 
@@ -104,17 +111,8 @@ def _tool(tool: Fields, namespace: str | None) -> Tool | None:
 
 
 def _function(tool: Fields, name: str, kind: str) -> dict[str, Any]:
-    values = {**tool.values, "name": name} | ({"parameters": _free_text(tool)} if kind == "custom_tool_call" else {})
+    values = {**tool.values, "name": name} | ({"parameters": parameters_of(tool)} if kind == "custom_tool_call" else {})
     return function_tool(Fields(values, tool.where), "parameters")
-
-
-def _free_text(tool: Fields) -> dict[str, Any]:
-    """Return the parameters of a custom tool. A grammar of its text is shown to the model, which may depart from it."""
-    text = {"type": "string"}
-    form = tool.object("format")
-    if form is not None and form.choice("type", "text", "grammar") == "grammar":
-        text["description"] = f"Text of this {form.need('syntax', TEXT)} grammar:\n{form.need('definition', TEXT)}"
-    return {"type": "object", "properties": {"input": text}, "required": ["input"]}
 
 
 def _flat(name: str, namespace: str | None) -> str:
@@ -177,7 +175,7 @@ def _message(item: Fields, kind: str) -> Message | None:
         return {"role": role, "content": text_of(item, "content", PARTS) or ""}
     if kind in ("function_call", "custom_tool_call"):
         name = _flat(item.need("name", TEXT), item.text("namespace"))
-        return _call(item, name, item.text("arguments", "{}") if kind == "function_call" else _input(item))
+        return _call(item, name, item.text("arguments", "{}") if kind == "function_call" else arguments_of(item))
     if kind in ("function_call_output", "custom_tool_call_output"):
         return _result(item, text_of(item, "output", OUTPUT) or "")
     if kind in ("tool_search_call", "tool_search_output") and item.text("execution") == "client":
@@ -185,6 +183,12 @@ def _message(item: Fields, kind: str) -> Message | None:
             return _call(item, SEARCH, json.dumps(item.take("arguments", OBJECT, {}), ensure_ascii=False))
         names = [_flat(name, namespace) for tool, namespace in _listed(item) if (name := tool.text("name"))]
         return _result(item, json.dumps(names, ensure_ascii=False))
+    if kind in RUN:
+        arguments = json.dumps(item.take(RUN[kind], OBJECT, {}), ensure_ascii=False)
+        return _call(item, kind.removesuffix("_call"), arguments)
+    if kind.removesuffix("_output") in RUN:
+        output = item.values.get("output") or item.text("status", "")
+        return _result(item, output if isinstance(output, str) else json.dumps(output, ensure_ascii=False))
     if kind == "agent_message":
         text = text_of(_plain(item, "content"), "content", OUTPUT)
         return {"role": "user", "content": text} if text else None
@@ -199,7 +203,8 @@ def _call(item: Fields, name: str, arguments: str) -> Message:
 
 
 def _result(item: Fields, content: str) -> Message:
-    return {"role": "tool", "tool_call_id": item.text("call_id", ""), "content": content}
+    call = item.text("call_id") or item.text("id", "")  # `id` in the type local_shell_call_output
+    return {"role": "tool", "tool_call_id": call, "content": content}
 
 
 def _plain(item: Fields, key: str) -> Fields:
@@ -209,10 +214,6 @@ def _plain(item: Fields, key: str) -> Fields:
         return item
     kept = [part for part in parts if not isinstance(part, dict) or part.get("type") != "encrypted_content"]
     return Fields({**item.values, key: kept}, item.where)
-
-
-def _input(item: Fields) -> str:
-    return json.dumps({"input": item.text("input", "")}, ensure_ascii=False)
 
 
 def _reasoning(item: Fields) -> str:

@@ -1,6 +1,5 @@
 """OpenAI Responses: requests, response objects, and the order of a stream's events."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,6 +9,7 @@ from common.rules import whole
 from generate.server.chat import MOST_LOGPROBS
 from generate.server.constraints import budget_of, grammar_of, openai_choice, openai_format
 from generate.server.conversation import Message, arrange
+from generate.server.custom_tools import arguments_object, input_of
 from generate.server.errors import ApiError
 from generate.server.events import (
     Call,
@@ -342,28 +342,13 @@ def item_object(head: Head, item: Item, status: str) -> dict[str, Any]:
     body["name"] = tool.name
     if tool.namespace is not None:
         body["namespace"] = tool.namespace
-    return body | ({"arguments": item.text} if item.kind == "function_call" else {"input": custom_input(item.text)})
+    return body | ({"arguments": item.text} if item.kind == "function_call" else {"input": input_of(item.text)})
 
 
 def call_kind(head: Head, name: str) -> tuple[str, str]:
     """The kind of the output item that calls a function, and the prefix of its id."""
     kind = head.tools.get(name, Tool(name)).kind
     return kind, PREFIXES[kind]
-
-
-def arguments_object(text: str) -> dict[str, Any]:
-    """The arguments of a call; none while its text is not whole."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def custom_input(arguments: str) -> str:
-    """The free text among the arguments of a custom tool's call."""
-    found = arguments_object(arguments).get("input", "")
-    return found if isinstance(found, str) else json.dumps(found)
 
 
 def keep(head: Head, body: dict[str, Any], reply: Whole) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import random
-import threading
 
 import numpy as np
 import pytest
@@ -101,6 +100,6 @@ def test_scores_of_a_long_text_are_those_of_numpy(tmp_path, monkeypatch):
     scores = []
     for backend in ("numpy", "cuda"):
         with generate.load(folder, backend=backend, parallel=1) as llm:
-            scores.append(llm.attention_to(tokens, 8, threading.Event()))
+            scores.append(llm.attention_to(tokens, 8))
     assert np.allclose(*scores, atol=1e-4)
     assert len(seen) == 4  # two layers, in steps of 1,024 and 420 tokens

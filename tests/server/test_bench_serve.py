@@ -1,10 +1,12 @@
 """`bench --serve`: what it measures of a server whose pauses and failures are known."""
 
+import csv
 import re
 import threading
 import time
 
 import pytest
+from serving import serving
 
 from generate.__main__ import main
 from generate.bench_serve import percentile
@@ -52,6 +54,61 @@ def test_prompts_of_another_run_are_new(served):
     first, second, third, again = (model.prompts[i : i + 2] for i in range(0, 8, 2))
     assert not set(first) & set(second)
     assert third == again
+
+
+def lengths_of(model):
+    """The tokens of each prompt's text, without the template's."""
+    texts = [prompt.split("user\n")[1].split("<|im_end|>")[0] for prompt in model.prompts]
+    return [len(model.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+
+
+def test_prompts_have_the_requested_tokens(served, capsys, monkeypatch):
+    """They had as many words: three times the tokens of this model."""
+    url, model = served
+    assert main(["bench", "--serve", url, "--requests", "3", "--prompt-tokens", "50"]) == 0
+    assert ", 50 prompt tokens, " in capsys.readouterr().out
+    encode = model.tokenizer.encode
+    monkeypatch.setattr(model.tokenizer, "encode", lambda text, *of, **more: encode(text[::7], *of, **more))
+    assert main(["bench", "--serve", url, "--requests", "2", "--prompt-tokens", "50"]) == 0
+    assert ", 50 prompt tokens, " in capsys.readouterr().out
+    assert lengths_of(model)[3:] == [50, 50]
+    monkeypatch.undo()
+    assert lengths_of(model)[:3] == [50] * 3
+
+
+def test_the_tokens_of_prompts_are_said_where_they_are_others(served, capsys, monkeypatch):
+    url, model = served
+    decode = model.tokenizer.decode
+    monkeypatch.setattr(model.tokenizer, "decode", lambda ids: decode(ids[:-1]))
+    assert main(["bench", "--serve", url, "--requests", "9", "--prompt-tokens", "50", "--seed", "1"]) == 0
+    lengths = lengths_of(model)
+    assert 50 not in lengths
+    assert f", {min(lengths)} to {max(lengths)} prompt tokens, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("status", [404, 503])
+def test_a_server_that_does_not_show_its_tokenizer(scripted, capsys, status, tmp_path):
+    responses = pytest.importorskip("starlette.responses")
+
+    async def app(scope, receive, send):
+        other = (
+            responses.JSONResponse({"error": "none"}, status) if scope["path"].endswith("tokenize") else scripted.app
+        )
+        await other(scope, receive, send)
+
+    with serving(app) as url:
+        flags = ["--requests", "2", "--prompt-tokens", "50", "--log", str(tmp_path / "rows.tsv")]
+        assert main(["bench", "--serve", url, *flags]) == (0 if status == 404 else 1)
+    out, err = capsys.readouterr()
+    if status == 503:
+        assert err == f"error: {url}/tokenize answered 503 Service Unavailable: none\n"
+        return
+    words = "has no /tokenize and /detokenize by which tokens are counted; --prompt-tokens 50 counts words"
+    assert err == f"{url} {words}\n"
+    assert ", 50 prompt words, " in out
+    [row] = csv.DictReader((tmp_path / "rows.tsv").open(), delimiter="\t")
+    assert row["prompt_tokens"] == ""
+    assert row["note"].endswith("; 50 prompt words")
 
 
 def test_failures_are_counted(served, capsys):

@@ -122,6 +122,54 @@ def test_tool_calls(scripted):
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+def test_custom_tools(scripted):
+    """Their calls hold free text, which a model writes as the argument `input` of a function."""
+    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "x"'}}
+    patch = {"type": "custom", "custom": {"name": "patch", "description": "Patches.", "format": grammar}}
+    written = '<tool_call>\n{"name": "patch", "arguments": {"input": "é\\n{"}}\n</tool_call>'
+    scripted.llm.text = f"{written}{CALL}{written}"
+    message = ask(scripted, tools=[TOOL, patch]).json()["choices"][0]["message"]
+    custom = {"type": "custom", "custom": {"name": "patch", "input": "é\n{"}}
+    function = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    calls = message["tool_calls"]
+    assert [{key: value for key, value in call.items() if key != "id"} for call in calls] == [custom, function, custom]
+    shown = scripted.llm.prompts[-1]
+    schema = '"description": "Text of this lark grammar:\\nstart: \\"x\\""'
+    assert '"name": "patch", "description": "Patches."' in shown
+    assert schema in shown
+    chunks = sse(ask(scripted, tools=[TOOL, patch], stream=True))
+    deltas = [delta for chunk in chunks for delta in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    first, second, *_ = deltas
+    begun = {"index": 0, "id": first["id"], "type": "custom", "custom": {"name": "patch", "input": ""}}
+    assert (first, second) == (begun, {"index": 0, "custom": {"input": "é\n{"}})
+    assert [delta["index"] for delta in deltas] == [0, 0, 1, 1, 2, 2]
+    assert deltas[3]["function"] == {"arguments": '{"a": 1}'}
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "Done."} for call in calls]
+    assert ask(scripted, tools=[TOOL, patch], messages=[*USER, message, *results]).status_code == 200
+    assert '{"name": "patch", "arguments": {"input": "é\\n{"}}' in scripted.llm.prompts[-1]
+
+
+def test_a_custom_tool_can_be_chosen(scripted):
+    pytest.importorskip("llguidance", reason="the grammar extra is not installed")
+    tools = [TOOL, {"type": "custom", "custom": {"name": "note"}}]
+    scripted.llm.text = CALL.replace("add", "note").replace('"a": 1', '"input": "x"')
+    chosen = {"type": "custom", "custom": {"name": "note"}}
+    [call] = ask(scripted, tools=tools, tool_choice=chosen).json()["choices"][0]["message"]["tool_calls"]
+    assert call["custom"] == {"name": "note", "input": "x"}
+    assert "guide" in scripted.llm.options[-1]
+    error = ask(scripted, tools=tools, tool_choice={"type": "hosted"}).json()["error"]
+    assert error["message"] == "tool_choice.type is 'hosted'; it must be function or custom"
+
+
+@pytest.mark.parametrize("path", [URL, f"{URL}/input_tokens", "/apply-template"])
+def test_tools_of_other_types_are_refused(scripted, path):
+    """They were left out, and the model answered without them."""
+    for kind in ("web_search", "local_shell", ""):
+        response = scripted.post(path, json={"messages": USER, "tools": [TOOL, {"type": kind}]})
+        words = f"tools[1].type is {kind!r}; supported are tools of the type function and custom"
+        assert (response.status_code, response.json()["error"]["message"]) == (400, words)
+
+
 def test_parallel_calls_can_be_turned_off(scripted):
     scripted.llm.text = f"{CALL}{CALL}and more"
     message = ask(scripted, tools=[TOOL], parallel_tool_calls=False).json()["choices"][0]["message"]
@@ -245,6 +293,10 @@ def test_whole_numbers_may_be_written_as_floats(scripted):
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]},
+            "messages[0].tool_calls[0].custom",
+        ),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "warm"}, "temperature"),
         ({"top_p": -0.5}, "top_p"),
@@ -275,6 +327,11 @@ def test_whole_numbers_may_be_written_as_floats(scripted):
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"99999999": 1}}, "logit_bias"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+        (
+            {"tools": [{"type": "custom", "custom": {"name": "a", "format": {"type": "x"}}}]},
+            "tools[0].custom.format.type",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"stream": "yes"}, "stream"),
         ({"modalities": ["audio"]}, "modalities"),

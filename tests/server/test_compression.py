@@ -171,9 +171,9 @@ def test_scores_of_a_long_text_are_the_same_on_mlx(drafter, monkeypatch):
     monkeypatch.setattr(block_sparse, "BLOCK", 4)
     monkeypatch.setattr("common.attention_scores.FULL", 64)
     tokens = [random.Random(4).randrange(2, 258) for _ in range(214)]
-    found = drafter.attention_to(tokens, 8, threading.Event())
+    found = drafter.attention_to(tokens, 8)
     with generate.load(drafter.path, backend="mlx", parallel=1) as other:
-        assert np.allclose(other.attention_to(tokens, 8, threading.Event()), found, atol=1e-3)
+        assert np.allclose(other.attention_to(tokens, 8), found, atol=1e-3)
     assert sum(seen) == 150 * len(drafter._engine.model.layout.layers)
 
 
@@ -187,13 +187,13 @@ def drafter(tmp_path_factory):
 def test_attention_does_not_depend_on_steps_or_backend(drafter, monkeypatch):
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     tokens = [random.Random(2).randrange(2, 258) for _ in range(150)]
-    found = drafter.attention_to(tokens, 8, threading.Event())
+    found = drafter.attention_to(tokens, 8)
     assert found.shape == (150,)
     assert 1 <= found.sum() < 150
     monkeypatch.setattr(type(drafter._engine.model.ops), "prefill_rows", 17)
-    assert np.allclose(drafter.attention_to(tokens, 8, threading.Event()), found, atol=1e-3)
+    assert np.allclose(drafter.attention_to(tokens, 8), found, atol=1e-3)
     with generate.load(drafter.path, backend="mlx", parallel=1) as other:
-        assert np.allclose(other.attention_to(tokens, 8, threading.Event()), found, atol=1e-2)
+        assert np.allclose(other.attention_to(tokens, 8), found, atol=1e-2)
 
 
 def test_only_the_last_rows_attend_to_all(drafter, monkeypatch):
@@ -207,13 +207,11 @@ def test_only_the_last_rows_attend_to_all(drafter, monkeypatch):
     monkeypatch.setattr(type(ops), "block_sparse_attention", noted)
     monkeypatch.setattr("common.attention_scores.FULL", 64)
     tokens = [random.Random(4).randrange(2, 258) for _ in range(214)]
-    found = drafter.attention_to(tokens, 8, threading.Event())
+    found = drafter.attention_to(tokens, 8)
     layers = len(drafter._engine.model.layout.layers)
     assert sum(steps) == 150 * layers
     monkeypatch.setattr(type(ops), "block_sparse_attention", Ops.block_sparse_attention)
-    assert np.allclose(
-        drafter.attention_to(tokens, 8, threading.Event()), found, atol=1e-3
-    )  # 3 blocks: none is left out
+    assert np.allclose(drafter.attention_to(tokens, 8), found, atol=1e-3)  # 3 blocks: none is left out
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -397,17 +395,17 @@ def test_what_is_left_alone(compressing):
         assert (after == before) == whole, (path, body.keys(), cached)
 
 
-def test_tokens_held(demo):
+def test_cached_tokens_of_a_prompt(demo):
     prompt = demo.tokenizer.encode("def held(x):\n    return x  # nobody else asks this\n")
-    assert demo.held(prompt) < len(prompt)
+    assert demo.cached_tokens(prompt) < len(prompt)
     demo.generate(prompt, max_tokens=4, temperature=0)
-    assert demo.held(prompt) == len(prompt)
-    assert demo.held([*prompt[:9], prompt[9] + 1, *prompt[10:]]) == 9
+    assert demo.cached_tokens(prompt) == len(prompt)
+    assert demo.cached_tokens([*prompt[:9], prompt[9] + 1, *prompt[10:]]) == 9
     long = demo.tokenizer.encode("".join(f"def held_{at}(x):\n    return {at}\n" for at in range(60)))
     demo.generate(long, max_tokens=1, temperature=0)
     for at in range(demo.parallel):  # the slots hold other texts now, the prefix cache what it kept of this one
         demo.generate(f"# {at}", max_tokens=1)
-    assert 256 <= demo.held(long) <= len(long)
+    assert 256 <= demo.cached_tokens(long) <= len(long)
 
 
 def test_flags(capsys):

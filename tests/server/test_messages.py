@@ -245,10 +245,18 @@ def shown_tools(client):
 
 
 def test_tools_that_the_client_does_not_run_are_left_out(scripted):
-    kinds = ("web_search_20250305", "code_execution_20250825", "computer_20250124", "bash_code_execution_20250825")
+    """A tool of another type went missing without a word."""
+    kinds = ("web_search_20250305", "code_execution_20250825", "computer_20250124", "tool_search_tool_bm25")
     hosted = [{"type": kind, "name": "x"} for kind in kinds]
     ask(scripted, tools=[ADD, *hosted])
     assert [tool["name"] for tool in shown_tools(scripted)] == ["add"]
+    for kind in ("shell_20300101", "bash_new", "bash", "browser_toolset_20260801"):
+        response = ask(scripted, tools=[ADD, {"type": kind, "name": "x"}])
+        words = "supported are custom and, with a date, bash, text_editor, memory"
+        assert (response.status_code, response.json()["error"]["message"]) == (
+            400,
+            f"tools[1].type is {kind!r}; {words}",
+        )
     error = ask(scripted, tools=[{"type": "bash_20250124"}]).json()["error"]
     assert error["message"] == "tools[0].name is missing; it must be text"
 

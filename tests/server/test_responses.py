@@ -400,7 +400,8 @@ def test_items_of_an_unknown_type_are_refused(scripted):
         assert error["message"] == (
             f"input[{at}].type is {items[at]['type']!r}; supported are message, reasoning, function_call, "
             "function_call_output, custom_tool_call, custom_tool_call_output, agent_message, additional_tools, "
-            "tool_search_call, tool_search_output"
+            "tool_search_call, tool_search_output, local_shell_call, local_shell_call_output, shell_call, "
+            "shell_call_output, apply_patch_call, apply_patch_call_output"
         )
 
 
@@ -419,10 +420,32 @@ def test_a_message_of_another_agent_is_read(scripted):
 def test_items_that_only_other_servers_read_are_left_out(scripted):
     """A conversation that was begun at OpenAI goes on here: what its servers ran or encrypted is in it."""
     ask(scripted, input=USER)
-    kinds = ("web_search_call", "local_shell_call", "mcp_call", "compaction", "ghost_snapshot", "tool_search_output")
+    kinds = ("web_search_call", "computer_call", "mcp_call", "compaction", "ghost_snapshot", "tool_search_output")
     items = [{"type": kind, "id": "x", "encrypted_content": "x", "status": "completed"} for kind in kinds]
     assert ask(scripted, input=[*items, *USER]).status_code == 200
     assert scripted.llm.prompts[-1] == scripted.llm.prompts[-2]
+
+
+RAN = [{"stdout": "a.py", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "arguments", "output", "text"),
+    [
+        ("local_shell", "action", {"command": ["ls"]}, {"output": "a.py"}, "a.py"),
+        ("shell", "action", {"commands": ["ls"]}, {"output": RAN}, json.dumps(RAN)),
+        ("apply_patch", "operation", {"type": "delete_file", "path": "a.py"}, {"status": "failed"}, "failed"),
+    ],
+)
+def test_commands_and_patches_of_a_conversation_are_read(scripted, name, entry, arguments, output, text):
+    """A model did not know what had been done in a conversation that was begun at OpenAI."""
+    call = {"type": f"{name}_call", "call_id": "1", entry: arguments}
+    assert ask(scripted, input=[*USER, call, {"type": f"{name}_call_output", "call_id": "1", **output}]).is_success
+    called = json.dumps({"name": name, "arguments": arguments})
+    shown = f"<|im_start|>assistant\n<tool_call>{called}</tool_call><|im_end|>\n<|im_start|>tool\n{text}<|im_end|>"
+    assert shown in scripted.llm.prompts[-1]
+    error = ask(scripted, input=[{**call, entry: "ls"}]).json()["error"]
+    assert error["message"] == f"input[0].{entry} is 'ls'; it must be an object"
 
 
 @pytest.mark.parametrize(
