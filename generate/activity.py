@@ -45,7 +45,7 @@ def activity_of(engine: Engine) -> Activity:
     )
 
 
-def cached_tokens(engine: Engine, tokens: Sequence[int]) -> int:
+def matched_tokens(engine: Engine, tokens: Sequence[int]) -> int:
     """Count how many of `tokens` a slot, or a text in the prefix cache's memory, begins with; in the owner thread."""
     prefixes = engine.prefixes
     kept = prefixes.matched(tokens) if isinstance(prefixes, PrefixCache) else 0

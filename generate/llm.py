@@ -40,7 +40,7 @@ from common.sequence import Call
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.turns import Render, reply_header, turns_of
 from common.warm_up import Size, warm_sizes
-from generate.activity import Activity, activity_of, cached_tokens
+from generate.activity import Activity, activity_of, matched_tokens
 from generate.backends import Placement, check_draft, choose, leave_thread
 from generate.loading import load_all, make_room, resolve_draft
 from generate.machines import check_load, is_follower
@@ -331,13 +331,13 @@ class LLM:
         job = partial(attention_to, tokens=tokens, queries=queries, context=self.context, cancel=cancel)
         return self._submit_steps(job).result()
 
-    def cached_tokens(self, prompt: Prompt) -> int:
+    def matched_tokens(self, prompt: Prompt) -> int:
         """Count the first tokens of `prompt` (text or token ids) that a slot or the prefix cache holds.
 
         A call may take fewer, which its `stats.cached_tokens` counts: those of which a state is kept.
         """
         ids = self._ids(prompt)
-        return self._submit(lambda: cached_tokens(self._engine, ids)).result()
+        return self._submit(lambda: matched_tokens(self._engine, ids)).result()
 
     # -- the owner thread ----------------------------------------------------------------------------------------------
 

@@ -92,9 +92,9 @@ def test_the_bad_one_of_a_list_is_named(llm):
 
 def test_questions_about_a_prompt_take_what_a_prompt_may_be(llm):
     llm.generate("held", max_tokens=1)
-    assert llm.cached_tokens("held or not") == llm.cached_tokens(list(llm.tokenizer.encode("held"))) == len("held")
+    assert llm.matched_tokens("held or not") == llm.matched_tokens(list(llm.tokenizer.encode("held"))) == len("held")
     with pytest.raises(UsageError, match="the prompt is None; it must be text or a sequence of token ids"):
-        llm.cached_tokens(None)
+        llm.matched_tokens(None)
     with pytest.raises(UsageError, match="queries is 0; it must be a whole number of at least 1"):
         llm.attention_to([1, 2, 3], 0)
     with pytest.raises(UsageError, match="top is -1; it must be a whole number of at least 0"):
@@ -554,7 +554,7 @@ def test_a_closed_model_refuses_and_its_stream_ends(folder):
         lambda llm: asyncio.run(llm.agenerate("hello")),
         lambda llm: llm.logits("hello"),
         lambda llm: asyncio.run(llm.ascore("hello")),
-        lambda llm: llm.cached_tokens("hello"),
+        lambda llm: llm.matched_tokens("hello"),
         lambda llm: llm.warm_up(),
         lambda llm: asyncio.run(llm.acheck()),
         lambda llm: llm.activity,

@@ -160,4 +160,4 @@ def is_cached(llm: LLM, prompt: Chat | str | list[int]) -> bool:
         [ready] = rendered(llm, Task([prompt], {}))
     except PromptTooLongError:
         return False
-    return 2 * llm.cached_tokens(ready.tokens) >= len(ready.tokens)
+    return 2 * llm.matched_tokens(ready.tokens) >= len(ready.tokens)

@@ -129,7 +129,7 @@ class Scripted:
     async def ascore(self, tokens: Sequence[int], top: int = 0) -> list[Logprob]:
         return [Logprob(t, -1.0, ((t, -1.0),)[:top]) for t in tokens[1:]]
 
-    def cached_tokens(self, tokens: Sequence[int]) -> int:
+    def matched_tokens(self, tokens: Sequence[int]) -> int:
         return int(len(tokens) * self.cached)
 
     @property

@@ -397,15 +397,15 @@ def test_what_is_left_alone(compressing):
 
 def test_cached_tokens_of_a_prompt(demo):
     prompt = demo.tokenizer.encode("def held(x):\n    return x  # nobody else asks this\n")
-    assert demo.cached_tokens(prompt) < len(prompt)
+    assert demo.matched_tokens(prompt) < len(prompt)
     demo.generate(prompt, max_tokens=4, temperature=0)
-    assert demo.cached_tokens(prompt) == len(prompt)
-    assert demo.cached_tokens([*prompt[:9], prompt[9] + 1, *prompt[10:]]) == 9
+    assert demo.matched_tokens(prompt) == len(prompt)
+    assert demo.matched_tokens([*prompt[:9], prompt[9] + 1, *prompt[10:]]) == 9
     long = demo.tokenizer.encode("".join(f"def held_{at}(x):\n    return {at}\n" for at in range(60)))
     demo.generate(long, max_tokens=1, temperature=0)
     for at in range(demo.parallel):  # the slots hold other texts now, the prefix cache what it kept of this one
         demo.generate(f"# {at}", max_tokens=1)
-    assert 256 <= demo.cached_tokens(long) <= len(long)
+    assert 256 <= demo.matched_tokens(long) <= len(long)
 
 
 def test_flags(capsys):
