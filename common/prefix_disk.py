@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.errors import BimetalError
+from common.errors import BimetalError, of_system
 from common.files import is_held
 from common.prefix_cache import Saved
 from common.prefix_file import DamagedError, Header, file_bytes, is_ours, key_of, read, read_header, write
@@ -152,7 +152,8 @@ class PrefixDisk:
         if isinstance(error, FileNotFoundError):
             return  # another process made room
         damaged = isinstance(error, DamagedError)
-        self.report(f"{error}; it is {'deleted' if damaged else 'ignored'}")
+        what = of_system(error) if isinstance(error, OSError) else error
+        self.report(f"{what}; it is {'deleted' if damaged else 'ignored'}")
         if damaged:
             with suppress(OSError):
                 path.unlink(missing_ok=True)

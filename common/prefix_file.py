@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import BimetalError
-from common.files import hold
+from common.files import check_regular, hold
 from common.prefix_cache import Saved
 from common.safetensors import parse_object, read_safetensors
 from common.step import LongStep
@@ -184,6 +184,7 @@ def _copied(path: Path, name: str, tensor: Tensor | None) -> np.ndarray:
 
 def _read_metadata(path: Path) -> tuple[dict[str, Any], dict[str, Any], int, int]:
     """The metadata, the entries of arrays, where the arrays begin, and the size of the file."""
+    check_regular(path)  # a pipe would be opened for ever
     with path.open("rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         size = int.from_bytes(file.read(8), "little")

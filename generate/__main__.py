@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 from common.errors import BimetalError, UsageError, of_system
 from common.files import FULL
@@ -41,11 +42,24 @@ def script() -> None:
     sys.exit(code)
 
 
+class Notes(io.FileIO):
+    """A file for notes, errors and logs, of which those are lost that cannot be written.
+
+    A full disk, a terminal that was closed, or a reader that has gone does not end the work that the notes are about.
+    """
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return memoryview(data).nbytes
+
+
 def prepare_streams() -> None:
     """Open the null device in place of standard streams that are closed, and take ASCII, the C locale's, for UTF-8.
 
     What the encoding of another locale lacks is written as "?". Bytes of stdin that are no text are read as half
-    surrogate pairs, which `check_utf8` refuses.
+    surrogate pairs, which `check_utf8` refuses. What stderr cannot take is lost.
     """
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         stream = getattr(sys, name)
@@ -59,6 +73,9 @@ def prepare_streams() -> None:
             ascii = codecs.lookup(stream.encoding).name == "ascii"
             errors = {"stdin": "surrogateescape", "stdout": "replace", "stderr": "backslashreplace"}[name]
             stream.reconfigure(encoding="utf-8" if ascii else None, errors=errors)
+            if name == "stderr":
+                notes = io.BufferedWriter(Notes(descriptor, "w", closefd=False))
+                sys.stderr = io.TextIOWrapper(notes, stream.encoding, errors, line_buffering=True)
 
 
 def main(argv: list[str]) -> int:

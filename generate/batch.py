@@ -20,7 +20,7 @@ from typing import IO, Any
 from tqdm.auto import tqdm
 
 from common.amounts import counted
-from common.errors import BimetalError, UsageError
+from common.errors import BimetalError, UsageError, shown
 from common.files import naming
 from generate.llm import AHEAD, LLM
 from generate.server import chat, completions
@@ -33,8 +33,8 @@ from generate.server.wire import dumps, new_id
 
 QUEUE = 1 << 16  # replies that may wait: a request may ask for 128, and AHEAD times as many are read as run
 DIALECTS = {"/v1/chat/completions": chat.parse, "/v1/completions": completions.parse}
+DEFAULT_NAME = re.compile(r"line-[1-9]\d{0,14}")
 ID = re.compile(r"batch_req_(\d{1,15})_([0-9a-f]{8})")
-LINE_NAME = re.compile(rb'"custom_id"\s*:\s*"line-([1-9]\d{0,14})"')  # in a request's line: as OUT names what has none
 
 
 @dataclass(frozen=True)
@@ -176,20 +176,24 @@ def read_answers(file: IO[bytes], out: Path) -> Answered:
 def check_requests(requests: Path, out: Path, answered: Answered) -> int:
     """Count the requests; raises UsageError where OUT has answers to others, or would have two of one name."""
     total = known = checksums = 0
-    taken: dict[str, int] = {}  # default names of other lines, and the lines that have them as custom_id
+    named: dict[str, int] = {}  # lines by the custom_id that they give
     for request in read_requests(requests):
         total += 1
-        if LINE_NAME.search(request.data) and (name := request.custom_id()) not in (None, request.default_name):
-            taken[name] = request.line
+        name = request.custom_id() if b'"custom_id"' in request.data else None
+        if name is not None and (first := named.setdefault(name, request.line)) != request.line:
+            raise UsageError(
+                f"lines {first} and {request.line} of {requests} have one custom_id, {shown(name)}, by which their "
+                "answers are named; give each another"
+            )
         if request.number in answered:
             known += 1
             checksums += request.checksum
     if (known, checksums) != (answered.count, answered.sum):
         raise UsageError(f"{out} has answers to other requests than those in {requests}; give another OUT")
-    for request in read_requests(requests) if taken else ():
-        if (name := request.default_name) in taken and request.custom_id() is None:
+    for request in read_requests(requests) if any(DEFAULT_NAME.fullmatch(name) for name in named) else ():
+        if (name := request.default_name) in named and request.custom_id() is None:
             raise UsageError(
-                f"line {taken[name]} of {requests} has the custom_id {name!r}, by which the answer to line "
+                f"line {named[name]} of {requests} has the custom_id {name!r}, by which the answer to line "
                 f"{request.line} is named, because that line has none; give another custom_id"
             )
     return total

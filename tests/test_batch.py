@@ -85,12 +85,12 @@ BAD = [
     ('{"prompt": "\\ud800"}', None, "invalid_json_line", "half a surrogate pair"),
     ('{"custom_id": "a"}', "a", "missing_required_parameter", "method is missing"),
     ('{"custom_id": 5, "prompt": "a"}', None, "invalid_request", "custom_id is 5"),
-    (request("a", method="GET"), "a", "invalid_method", "method is 'GET'; it must be POST"),
-    (request("a", "/v1/embeddings"), "a", "invalid_url", "it must be /v1/chat/completions or /v1/completions"),
-    (request("a", prompt="a", temperature=-1), "a", 400, "temperature is -1"),
-    (request("a", prompt="a", stream=True), "a", 400, "answers of a batch are written whole"),
-    (request("a", prompt="a" * 999), "a", 400, "999"),
-    (request("a", CHAT), "a", 400, "messages"),
+    (request("b", method="GET"), "b", "invalid_method", "method is 'GET'; it must be POST"),
+    (request("c", "/v1/embeddings"), "c", "invalid_url", "it must be /v1/chat/completions or /v1/completions"),
+    (request("d", prompt="a", temperature=-1), "d", 400, "temperature is -1"),
+    (request("e", prompt="a", stream=True), "e", 400, "answers of a batch are written whole"),
+    (request("f", prompt="a" * 999), "f", 400, "999"),
+    (request("g", CHAT), "g", 400, "messages"),
 ]
 
 
@@ -125,6 +125,17 @@ def test_two_answers_have_no_name_in_common(run, tmp_path):
     names = ["line-2", "line-1", "line-9", "line-4"]
     assert run([request(name, prompt="a", max_tokens=1) for name in names] + [unnamed])[0] == 0
     assert sorted(answers(tmp_path)) == sorted([*names, "line-5"])
+
+
+def test_two_requests_of_one_name_are_refused(run, tmp_path):
+    """A program that looks answers up by name lost one of the two."""
+    code, said = run(["", *(request(name, prompt="a", max_tokens=1) for name in ("é", "b", "é"))])
+    assert (code, said.splitlines()[-1]) == (
+        2,
+        f"error: lines 2 and 4 of {tmp_path / 'in'} have one custom_id, 'é', by which their answers are named; give "
+        "each another",
+    )
+    assert not (tmp_path / "out").read_bytes()
 
 
 def test_a_line_that_is_too_long_is_not_held(run, tmp_path, monkeypatch):

@@ -690,6 +690,15 @@ def test_a_chat_ends_where_its_output_cannot_be_written(folder):
     assert done.stdout == b"error: stdout: No space left on device\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_notes_that_cannot_be_written_do_not_end_a_reply(folder):
+    """A full disk for stderr ended the run with status 1."""
+    plain = shell(f"generate -m {folder} --backend numpy -p hi -n 4")
+    done = shell(f"generate -m {folder} --backend numpy -p hi -n 4 --stats 2> /dev/full")
+    assert (done.returncode, done.stdout) == (0, plain.stdout)
+    assert shell(f"generate -m {folder} -p hi --top-k x 2> /dev/full").returncode == 2
+
+
 def test_a_closed_stdin_is_no_prompt(folder):
     done = shell(f"generate -m {folder} --backend numpy <&-")
     assert (done.returncode, done.stdout) == (2, b"")

@@ -215,6 +215,19 @@ def test_damage_is_a_miss_and_one_line(tmp_path, damage):
         assert again.found(True, text(401), turn=400) == 400
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_ignored(tmp_path, make):
+    """A pipe by the name of a state held up the program for ever."""
+    (path,) = written(tmp_path)
+    path.unlink()
+    make(path)
+    with Opened(tmp_path) as opened:
+        assert opened.lines == [f"{path} is not a regular file; it is ignored"]
+        opened.offer(True, text(10, 1))
+        assert opened.found(True, text(11, 1), turn=10) == 10
+    assert path.exists()
+
+
 def test_a_damaged_base_takes_its_followers_along(tmp_path):
     paths = written(tmp_path, 400, 20)
     base = max(paths, key=lambda path: path.stat().st_size)
