@@ -95,11 +95,9 @@ def attention(
         return out
     formats = *format_defines(keys, values), *exact.defines
     ways = windowed(window or 0), f"ALONE={int(step.runs == 1)}"
-    for now in (
-        replace(step, long_past=True),
-        step,
-    ):  # both are compiled now: no reply waits when its past becomes long
-        name, sizes, shared, (threads, blocks), ctas = pieces_launch(context.card, kv, now, H // K, exact, window or 0)
+    # the kernel for a long past is compiled beside the one that runs, so that no reply waits for it later
+    for each in (replace(step, long_past=True), step):
+        name, sizes, shared, (threads, blocks), ctas = pieces_launch(context.card, kv, each, H // K, exact, window or 0)
         run = kernel(name, name, (*sizes, *formats, *ways), shared)
     shares = max(1, ctas * context.card.sms // (K * blocks))
     if window and step.runs == 1:  # the others would find nothing to do

@@ -241,9 +241,7 @@ def split_tiles(
         shared += buffers * SPLIT_TILE * packed
         return min(most, card.shared // (shared + 2048)), buffers, shared
 
-    choices = (
-        (2, 3, 4) if rows == 16 else (2, 3) if packed else (2, 4) if rows == 32 else (2,)
-    )  # others spill registers
+    choices = {16: (2, 3, 4), 32: (2, 3) if packed else (2, 4), 64: (2, 3) if packed else (2,)}[rows]  # others spill
     ctas, buffers, shared = max(fit(n) for n in choices)
     if not ctas:  # keys and values take turns
         ctas, buffers, shared = fit(1)

@@ -21,6 +21,7 @@ from cuda_backend import replay  # noqa: E402
 from cuda_backend.arrays import Array  # noqa: E402
 from cuda_backend.attention import pieces_launch  # noqa: E402
 from cuda_backend.exact import NO_EXACT  # noqa: E402
+from cuda_backend.layout import takes_64_rows  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -186,7 +187,7 @@ def test_rows_of_trees_are_plain_behind_a_long_past(ops, monkeypatch):
 
 @pytest.mark.parametrize(("H", "K", "D"), [(24, 4, 64), (8, 2, 128)])
 @pytest.mark.parametrize("past", [100, 192, 300])
-def test_larger_blocks_behind_a_long_past(past, H, K, D, ops, monkeypatch):
+def test_larger_blocks_after_a_long_past(past, H, K, D, ops, monkeypatch):
     """Rows that CTAs of 64 compute where the past is long have the bits of plain decoding, also those of a tree."""
     monkeypatch.setattr(replay, "LONG_PAST", 100)
     kv = ops.new_state([{"kv": KVSpec(K, D, D)}], 400)[0].kv
@@ -194,5 +195,5 @@ def test_larger_blocks_behind_a_long_past(past, H, K, D, ops, monkeypatch):
         step = ops.context.step_of(Step.chain(np.zeros(n, np.int32), 0), kv.store)
         assert not step.long_past
         sizes = pieces_launch(ops.context.card, kv, dataclasses.replace(step, long_past=True), H // K, NO_EXACT, 0)[1]
-        assert f"ROWS={64 if n * H // K >= 48 else 32}" in sizes
+        assert f"ROWS={64 if takes_64_rows(ops.context.card, D, n * H // K) else 32}" in sizes
         Attention(ops, H, K, D, KVSpec(K, D, D)).check(past, n)

@@ -167,7 +167,7 @@ def test_one_row_has_the_bits_of_many(pair, counts, H, K, D, past, rows, ops):
 
 
 @pytest.mark.parametrize("pair", FEW, ids="/".join)
-def test_larger_blocks_behind_a_long_past(pair, ops, monkeypatch):
+def test_larger_blocks_after_a_long_past(pair, ops, monkeypatch):
     """Rows of two sequences that CTAs of 64 rows compute where one past is long have the bits of plain decoding."""
     monkeypatch.setattr(replay, "LONG_PAST", 100)
     spec = spec_of(pair, 2, 128, calibration=20, sinks=70, recent=30)

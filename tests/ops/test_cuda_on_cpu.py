@@ -218,6 +218,12 @@ def test_races_in_shared_memory(chosen):
 
 
 @pytest.mark.compile
+def test_larger_blocks_after_a_long_past():
+    on_cpu("ops/test_cuda_attention.py", "larger_blocks and 192")
+    on_cpu("ops/test_cuda_exact.py", "larger_blocks and lm4/lm4")
+
+
+@pytest.mark.compile
 def test_one_row_of_each_sequence():
     on_cpu("ops/test_cuda_delta.py", "one_row_of_each and not 64")
     on_cpu("ops/test_cuda_attention.py", "one_row_of_each and 3 or of_trees and (65-7 or 300-2) and .2.128")

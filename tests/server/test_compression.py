@@ -395,7 +395,7 @@ def test_what_is_left_alone(compressing):
         assert (after == before) == whole, (path, body.keys(), cached)
 
 
-def test_cached_tokens_of_a_prompt(demo):
+def test_matched_tokens_of_a_prompt(demo):
     prompt = demo.tokenizer.encode("def held(x):\n    return x  # nobody else asks this\n")
     assert demo.matched_tokens(prompt) < len(prompt)
     demo.generate(prompt, max_tokens=4, temperature=0)
