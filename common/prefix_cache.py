@@ -59,7 +59,10 @@ class Store(Protocol):
         """Wait until every state that was put is stored."""
 
     def get(self, tokens: np.ndarray, reading: Reading, more_than: int) -> Saved | None:
-        """The whole state of the longest stored prefix, above `more_than` tokens, at which `reading` can resume."""
+        """The state of the longest stored prefix, above `more_than` tokens, at which `reading` can resume.
+
+        It is a whole stored state, or the beginning of one that has no point.
+        """
 
 
 class PrefixCache:

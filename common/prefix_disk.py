@@ -22,7 +22,8 @@ from common.errors import BimetalError, of_system
 from common.files import is_held
 from common.prefix_cache import Saved
 from common.prefix_file import DamagedError, Header, file_bytes, is_ours, key_of, read, read_header, write
-from common.reading import Reading
+from common.prefix_tree import PAGE
+from common.reading import Reading, common_length
 from common.step import LongStep
 
 NAME = re.compile(r"[0-9a-f]{32}\.state")
@@ -53,6 +54,16 @@ class Known:
         n = len(self.tokens)
         before = tuple(step for step in long_steps if step[0] < n)
         return n < len(tokens) and before == self.long_steps and np.array_equal(self.tokens, tokens[:n])
+
+    def usable(self, tokens: np.ndarray, reading: Reading) -> int:
+        """Count the first tokens of a prompt, but for its last one, after which `reading` can continue from this state.
+
+        A state with a point serves as a whole alone, and one that is not written yet not at all: 0.
+        """
+        if self.header is None:
+            return 0
+        n = reading.usable(common_length(self.tokens, tokens[:-1]), self.long_steps)
+        return 0 if self.header.has_point and n < len(self.tokens) else n
 
 
 class PrefixDisk:
@@ -104,16 +115,20 @@ class PrefixDisk:
             self._forget(key)
 
     def get(self, tokens: np.ndarray, reading: Reading, more_than: int) -> Saved | None:
-        """Read the state of the longest prefix, above `more_than` tokens, from which `reading` can continue."""
+        """Read the state of the longest prefix, above `more_than` tokens, from which `reading` can continue.
+
+        The beginning of a longer state is read if it has at least PAGE tokens more than that; of several such states
+        the shortest, since its file has no rows that only longer prefixes need.
+        """
         with self._lock:
             fitting = [
-                (len(k.tokens), key)
-                for key, k in self.known.items()
-                if k.header is not None and len(k.tokens) > more_than and k.begins(tokens, reading.long_steps)
-                if reading.continues_from(len(k.tokens), k.long_steps)
+                (n, -len(known.tokens), key)
+                for key, known in self.known.items()
+                if (n := known.usable(tokens, reading)) > more_than
+                if n == len(known.tokens) or n >= more_than + PAGE
             ]
-        for _, key in sorted(fitting, reverse=True):
-            saved = self._read(key)
+        for n, _, key in sorted(fitting, reverse=True):
+            saved = self._read(key, n)
             if saved is not None:
                 with self._lock:
                     self._touch(key)
@@ -158,19 +173,23 @@ class PrefixDisk:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
-    def _read(self, key: str) -> Saved | None:
-        """Read a state with the rows of all files that it continues; None, and a line on stderr, if one is damaged."""
-        parts, at = list[Saved](), key
+    def _read(self, key: str, length: int) -> Saved | None:
+        """Read the first `length` tokens of a state, and its point if it has no more, from all files that it continues.
+
+        Returns None, and reports the file, if one is damaged.
+        """
+        files, parts, at = list[Header](), list[Saved](), key
         while True:
             path = self._path(at)
             try:
                 header = self._adopted(at)
-                part = read(header, point=at == key)
-                if parts and (part.first >= parts[-1].first or len(part.tokens) != parts[-1].first):
+                if files and (header.first >= files[-1].first or len(header.tokens) != files[-1].first):
                     raise DamagedError(f"{path} lacks the tokens of the files that continue it")
-                if parts and not Known.of(header).begins(parts[0].tokens, parts[0].long_steps):
+                if files and not Known.of(header).begins(files[0].tokens, files[0].long_steps):
                     raise DamagedError(f"{path} has other tokens than the files that continue it")
-                parts.append(part)
+                files.append(header)
+                if header.first < length:
+                    parts.append(read(header, length))
                 if any(_rows_alike(part) != _rows_alike(parts[0]) for part in parts):
                     raise DamagedError(f"{path} has rows of another shape than the files that continue it")
             except FileNotFoundError:  # another process made room
@@ -184,8 +203,9 @@ class PrefixDisk:
                 break
             at = header.base
         rows = zip(*(part.rows for part in reversed(parts)), strict=True)
-        joined = [[array for arrays in files for array in arrays] for files in rows]
-        return Saved(parts[0].tokens, parts[0].long_steps, 0, joined, parts[0].point)
+        joined = [[array for arrays in held for array in arrays] for held in rows]
+        long_steps = tuple(step for step in files[0].long_steps if step[0] < length)
+        return Saved(files[0].tokens[:length], long_steps, 0, joined, parts[0].point)
 
     def _adopted(self, key: str) -> Header:
         """Read the header of a file, which another process may have written; raises BimetalError, OSError."""

@@ -1,11 +1,12 @@
 """One saved state in one file: safetensors, whose metadata name the format, the model and checksums; never pickle.
 
-A file holds the token ids of the whole state, its point, and the rows after those of another file, its base.
+A file holds the token ids of the whole state, its point, and the rows after those of another file, its base. Every PAGE
+tokens of rows have a checksum, so that the first tokens of a state can be read without the others.
 """
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -16,13 +17,15 @@ import numpy as np
 from common.errors import BimetalError
 from common.files import check_regular, hold
 from common.prefix_cache import Saved
+from common.prefix_tree import PAGE
 from common.safetensors import parse_object, read_safetensors
 from common.step import LongStep
 from common.tensors import Tensor
 
-FORMAT, VERSION = "bimetal saved state", "1"
+FORMAT, VERSION = "bimetal saved state", "2"
 MOST_HEADER = 16 << 20  # bytes
 MOST_ARRAYS = 4096  # of rows, or of a point
+DIGEST = 16  # bytes of a checksum
 TYPES = {"F32": "<f4", "F16": "<f2", "U16": "<u2", "U8": "|u1", "I32": "<i4", "I64": "<i8"}
 NAMES = {np.dtype(type_): name for name, type_ in TYPES.items()}
 
@@ -35,9 +38,10 @@ class DamagedError(BimetalError):
 class Header:
     """The metadata and the token ids of a file.
 
-    base    the file with the rows before token `first`; "" where that is 0
-    counts  arrays of rows, and of the point
-    nbytes  of the file
+    base      the file with the rows before token `first`; "" where that is 0
+    counts    arrays of rows, and of the point
+    checksum  of the point
+    nbytes    of the file
     """
 
     path: Path
@@ -46,12 +50,17 @@ class Header:
     tokens: np.ndarray
     long_steps: tuple[LongStep, ...]
     counts: tuple[int, int]
-    checksums: tuple[str, str]
+    checksum: str
     nbytes: int
 
     @property
     def key(self) -> str:
         return self.path.stem
+
+    @property
+    def has_point(self) -> bool:
+        """Test whether the state has a part that cannot be divided by tokens."""
+        return self.counts[1] > 0
 
 
 def key_of(fingerprint: str, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> str:
@@ -64,22 +73,23 @@ def key_of(fingerprint: str, tokens: np.ndarray, long_steps: Sequence[LongStep])
 
 def file_bytes(saved: Saved) -> int:
     """About the size of a state's file, and not less."""
-    ids = 4 * len(saved.tokens) + 16 * len(saved.long_steps)
+    ids = 4 * len(saved.tokens) + 16 * len(saved.long_steps) + DIGEST * (1 + len(saved.tokens) // PAGE)
     rows = (part for parts in saved.rows for part in parts)
     return 5120 + ids + sum(array.nbytes + 256 for array in (*rows, *saved.point))
 
 
 def write(path: Path, fingerprint: str, saved: Saved, base: str) -> None:
     """Write beside `path`, wait until the disk has it, and rename; raises OSError."""
-    parts, entries, at = _parts(saved), dict[str, Any](), 0
-    for name, array in (*parts[0].items(), *parts[1].items()):
+    point = dict(zip(_names("point", len(saved.point)), map(np.ascontiguousarray, saved.point), strict=True))
+    arrays, entries, at = _ids_and_rows(saved) | point, dict[str, Any](), 0
+    for name, array in arrays.items():
         offsets = [at, at + array.nbytes]
         entries[name] = {"dtype": NAMES[array.dtype], "shape": array.shape, "data_offsets": offsets}
         at += array.nbytes
-    head, point = (_checksum(part.values()) for part in parts)
     entries["__metadata__"] = {
         **{"format": FORMAT, "version": VERSION, "fingerprint": fingerprint, "key": path.stem, "base": base},
-        **{"first": str(saved.first), "counts": f"{len(saved.rows)} {len(saved.point)}", "head": head, "point": point},
+        **{"first": str(saved.first), "counts": f"{len(saved.rows)} {len(point)}"},
+        "point": _checksum(point.values()).hex(),
     }
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
@@ -88,9 +98,8 @@ def write(path: Path, fingerprint: str, saved: Saved, base: str) -> None:
         with partial.open("wb") as file:
             hold(file)
             file.write(len(header).to_bytes(8, "little") + header)
-            for part in parts:
-                for array in part.values():
-                    file.write(array.data)
+            for array in arrays.values():
+                file.write(array.data)
             file.flush()
             os.fsync(file.fileno())
             partial.replace(path)
@@ -129,57 +138,76 @@ def read_header(path: Path, fingerprint: str) -> Header:
     if not isinstance(base, str) or bool(base) != bool(first):
         raise DamagedError(f"{path} continues token {first} of the file {base!r:.40}")
     rows, point = _numbers(path, metadata, "counts", 2, MOST_ARRAYS)
-    checksums = str(metadata.get("head")), str(metadata.get("point"))
-    return Header(path, base, first, tokens, long_steps, (rows, point), checksums, nbytes)
+    return Header(path, base, first, tokens, long_steps, (rows, point), str(metadata.get("point")), nbytes)
 
 
-def read(header: Header, point: bool) -> Saved:
-    """Read the rows of a file, and with `point` its point, in memory of their own; raises DamagedError, OSError."""
+def read(header: Header, length: int) -> Saved:
+    """Read the rows of a file before token `length`, and the point of a state that ends there, in memory of their own.
+
+    The rows are in parts of PAGE tokens. Raises DamagedError, OSError.
+    """
     try:
         tensors = read_safetensors(header.path)
     except BimetalError as error:
         if not header.path.exists():
             raise FileNotFoundError(str(header.path)) from None
         raise DamagedError(str(error)) from None
-    head = ["tokens", *(["long_steps"] if header.long_steps else []), *(f"rows.{i}" for i in range(header.counts[0]))]
-    arrays = {name: _copied(header.path, name, tensors.get(name)) for name in head}
-    if _checksum(arrays.values()) != header.checksums[0]:
-        raise DamagedError(f"{header.path} is damaged: the checksum of its rows is another")
-    rows = [arrays[f"rows.{i}"] for i in range(header.counts[0])]
-    beside = [_copied(header.path, name, tensors.get(name)) for name in _names("point", header.counts[1] * point)]
-    if point and _checksum(beside) != header.checksums[1]:
-        raise DamagedError(f"{header.path} is damaged: the checksum of its point is another")
-    if any(array.ndim != 3 or array.shape[1] != len(header.tokens) - header.first for array in rows):
+    tokens = len(header.tokens) - header.first
+    rows = [_array(header.path, name, tensors) for name in _names("rows", header.counts[0])]
+    checksums = _array(header.path, "checksums", tensors)
+    if checksums.shape != _checksums_shape(tokens) or any(a.ndim != 3 or a.shape[1] != tokens for a in rows):
         raise DamagedError(f"{header.path} has not the rows of its tokens")
-    return Saved(header.tokens, header.long_steps, header.first, [[array] for array in rows], beside)
+    needed = min(length - header.first, tokens)
+    parts = list(_parts(rows, needed))
+    if any(_checksum(part) != checksum.tobytes() for part, checksum in zip(parts, checksums, strict=False)):
+        raise DamagedError(f"{header.path} is damaged: the checksum of its rows is another")
+    ends = length == len(header.tokens)
+    point = [np.array(_array(header.path, name, tensors)) for name in _names("point", header.counts[1] * ends)]
+    if ends and _checksum(point).hex() != header.checksum:
+        raise DamagedError(f"{header.path} is damaged: the checksum of its point is another")
+    cut = [[part[i][:, : needed - PAGE * n] for n, part in enumerate(parts)] for i in range(len(rows))]
+    return Saved(header.tokens, header.long_steps, header.first, cut, point)
 
 
 def _names(kind: str, count: int) -> list[str]:
     return [f"{kind}.{i}" for i in range(count)]
 
 
-def _parts(saved: Saved) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The arrays of a file by name: ids and rows, and the point."""
-    head = {"tokens": saved.tokens.astype(np.int32)}
+def _ids_and_rows(saved: Saved) -> dict[str, np.ndarray]:
+    """The arrays of a file by name, but for the point."""
+    rows = [np.ascontiguousarray(ps[0] if len(ps) == 1 else np.concatenate(ps, axis=1)) for ps in saved.rows]
+    tokens = len(saved.tokens) - saved.first
+    checksums = np.frombuffer(b"".join(map(_checksum, _parts(rows, tokens))), np.uint8)
+    ids: dict[str, np.ndarray] = {"tokens": np.ascontiguousarray(saved.tokens, np.int32)}
     if saved.long_steps:
-        head["long_steps"] = np.array(saved.long_steps, np.int64)
-    rows = [parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1) for parts in saved.rows]
-    head |= dict(zip(_names("rows", len(rows)), rows, strict=True))
-    point = dict(zip(_names("point", len(saved.point)), saved.point, strict=True))
-    return tuple({name: np.ascontiguousarray(a) for name, a in part.items()} for part in (head, point))  # type: ignore[return-value]
+        ids["long_steps"] = np.array(saved.long_steps, np.int64)
+    ids["checksums"] = checksums.reshape(_checksums_shape(tokens))
+    return ids | dict(zip(_names("rows", len(rows)), rows, strict=True))
 
 
-def _checksum(arrays: Iterable[np.ndarray]) -> str:
-    hashed = blake2b(digest_size=16)
+def _parts(rows: Sequence[np.ndarray], tokens: int) -> Iterator[list[np.ndarray]]:
+    """Copy rows, (heads, tokens, width) each, in parts of PAGE tokens, of which the last holds token `tokens` - 1."""
+    for at in range(0, tokens, PAGE):
+        yield [np.array(array[:, at : at + PAGE], order="C") for array in rows]
+
+
+def _checksums_shape(tokens: int) -> tuple[int, int]:
+    return -(-tokens // PAGE), DIGEST
+
+
+def _checksum(arrays: Iterable[np.ndarray]) -> bytes:
+    hashed = blake2b(digest_size=DIGEST)
     for array in arrays:
         hashed.update(array.data)
-    return hashed.hexdigest()
+    return hashed.digest()
 
 
-def _copied(path: Path, name: str, tensor: Tensor | None) -> np.ndarray:
+def _array(path: Path, name: str, tensors: dict[str, Tensor]) -> np.ndarray:
+    """A view of an array of a file."""
+    tensor = tensors.get(name)
     if tensor is None or tensor.type not in TYPES:
         raise DamagedError(f"{path} lacks the array {name}, or has it in another type")
-    return np.array(tensor.data).reshape(-1).view(TYPES[tensor.type]).reshape(tensor.shape)
+    return tensor.data.reshape(-1).view(TYPES[tensor.type]).reshape(tensor.shape)
 
 
 def _read_metadata(path: Path) -> tuple[dict[str, Any], dict[str, Any], int, int]:

@@ -8,6 +8,7 @@ saved state whose long steps are those that the prompt itself would have.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 
 import numpy as np
 
@@ -69,6 +70,16 @@ class Reading:
         before = [step for step in self.long_steps if step[0] < length]
         return before == list(long_steps) and all(end <= length for _, end in before)
 
+    def usable(self, length: int, long_steps: Sequence[LongStep]) -> int:
+        """Count the tokens, at most `length`, after which this reading can continue a state with such long steps.
+
+        Up to there the long steps are the same, and none of them reads a token after it.
+        """
+        for own, other in zip_longest(self.long_steps, long_steps, fillvalue=(length, length)):
+            if own != other or own[1] > length:
+                return min(own[0], other[0], length)
+        return length
+
     def kept(self) -> dict[int, str]:
         """The cuts after which a state is kept, and why: the marks, and a grid in long prompts."""
         grid = range(GRID_POINTS, self.end, GRID_POINTS) if GRID_POINTS % self.grid == 0 else ()
@@ -118,5 +129,5 @@ class Turns:
 def common_length(one: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
     """Count the tokens with which both begin."""
     n = min(len(one), len(other))
-    differ = np.flatnonzero(np.asarray(one[:n]) != np.asarray(other[:n]))
-    return int(differ[0]) if len(differ) else n
+    differ = np.asarray(one[:n]) != np.asarray(other[:n])
+    return int(differ.argmax()) if differ.any() else n

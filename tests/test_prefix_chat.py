@@ -1,10 +1,12 @@
 """Chats over the prefix cache: how much of each turn is read, and that the text is the one of reading it all."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from prefix_states import check
+from tiny_chat import write
 
 import generate
 from common.demo import demo_path
@@ -129,6 +131,40 @@ def test_hits_have_the_bits_of_misses(spec):
             assert replies[0] == replies[1]
 
 
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        ({}, (512, 512, 512, 599, 560)),
+        ({"cache_type_k": "f16"}, (512, 512, 512, 599, 560)),
+        ({"cache_type_k": "f16", "kv_recent": 64}, (0, 0, 0, 0, 0)),
+        ({"max_kv_size": 400}, (0, 0, 0, 0, 0)),
+    ],
+    ids=["native", "packed", "exact rows", "window"],
+)
+@pytest.mark.few(1)
+def test_a_restart_continues_where_two_texts_part(options, lengths, tmp_path):
+    """Also from the middle of a longer state, unless it has a part that cannot be cut; with the bits of no cache."""
+    folder = write(tmp_path / "model", context=2000)
+    random = np.random.default_rng(3)
+    ids, short = random.integers(2, 250, (2, 1200)).tolist()
+    kept = ids[:900], short[:600]
+    prompts = [kept[0], [*ids[:700], *short[:200]], ids, kept[1], [*short[:560], 5, 6]]
+
+    def replies(prompts, **how):
+        with generate.load(folder, backend="numpy", **options, **how) as llm:
+            for prompt in prompts:
+                forget(llm)
+                yield llm.generate(prompt, max_tokens=4, temperature=0, logprobs=2)
+
+    list(replies(kept, cache_dir=tmp_path / "states"))
+    alone = list(replies(prompts, cache_memory=0))
+    for i, length in enumerate(lengths):
+        copy = shutil.copytree(tmp_path / "states", tmp_path / f"prompt {i}")
+        (reply,) = replies([prompts[i]], cache_dir=copy)
+        assert reply.logprobs == alone[i].logprobs
+        assert (reply.stats.cached_tokens, reply.stats.matched_tokens) == (length, length)
+
+
 @pytest.mark.long
 def test_branches_of_a_long_text():
     """A text that leaves an earlier one in its middle is read from the last cut; the next such one finds that cut."""
@@ -174,8 +210,6 @@ def test_figures_name_what_was_not_kept():
 
 
 def test_what_changes_bits_changes_the_fingerprint(tmp_path):
-    from tiny_chat import write
-
     from common.checkpoint import open_checkpoint
     from common.kv_cache import CacheOptions
     from common.models import load_model

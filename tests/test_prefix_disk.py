@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prefix_states import Fake, Rows, clear, reading_of, restored, text
+import tiny
+from prefix_states import Fake, Rows, clear, reading_of, restored, text, texts
 
 from common import prefix_file
 from common.errors import BimetalError
@@ -20,6 +21,8 @@ from common.prefix_cache import PrefixCache
 from common.prefix_disk import PrefixDisk
 from common.prefix_file import read, read_header
 from common.reading import Reading
+from common.reference import NumpyOps
+from common.step import Step
 
 MODEL, OTHER = "a" * 32, "b" * 32
 
@@ -68,6 +71,171 @@ def test_a_restart(tmp_path, points):
         assert second.lines == []
     with Opened(tmp_path, fingerprint=OTHER) as other:
         assert other.found(points, tokens, **cuts) == 0
+
+
+@pytest.mark.parametrize(
+    ("kept", "prompt", "length"),
+    [
+        (900, text(900), 512),  # 512, then 388 in one step
+        (900, [*text(900)[:700], *text(200, 1)], 512),
+        (900, text(600), 512),
+        (900, text(512), 0),
+        (600, text(600), 599),  # 512, then 88 in a short step, which may be cut anywhere
+        (600, text(540), 539),
+        (600, [*text(600)[:580], *text(40, 1)], 580),
+        (600, [*text(600)[:580], *text(400, 1)], 512),
+        (600, text(640), 600),
+        (600, [*text(500), *text(100, 1)], 0),
+    ],
+)
+def test_a_restart_continues_where_two_texts_part(tmp_path, points, kept, prompt, length):
+    """A state without a point serves the prompts that share its beginning, up to where their steps are the same."""
+    with Opened(tmp_path) as first:
+        first.offer(points, text(900)[:kept])
+    with Opened(tmp_path) as second:
+        found = restored(second.cache, points, prompt)
+        length = length if not points or length == kept else 0
+        assert (found.length, found.matched) == (length, length)
+        second.offer(points, prompt)
+        assert second.lines == []
+    with Opened(tmp_path) as third:
+        assert third.found(points, [*prompt, 5], turn=len(prompt)) == len(prompt)
+
+
+@pytest.mark.parametrize(("name", "whole", "length"), [("qwen3", 600, 560), ("glm", 600, 560), ("qwen35", 600, 0)])
+def test_models_continue_where_two_texts_part(name, whole, length, tmp_path):
+    """Those with a recurrent state only where a whole state ends; the logits are those of reading everything."""
+    model = tiny.load(name, NumpyOps())
+    tokens, other = (text(700)[:560] + text(n, n) for n in (40, 30))
+
+    def read_on(state, tokens, reading):
+        while state.length < len(tokens):
+            step = Step.chain(np.array(tokens[state.length : reading.next_cut(state.length)]), state.length)
+            logits = model.forward(state, step)
+            state.commit(range(len(step)))
+        return logits[-1]
+
+    with Opened(tmp_path) as first:
+        state = model.new_state(1000)
+        read_on(state, tokens, reading_of(tokens))
+        first.cache.offer(tokens, state)
+    for prompt, found in (([*tokens, 5, 6], whole), (other, length)):
+        reading, fresh, state = reading_of(prompt), model.new_state(1000), model.new_state(1000)
+        with Opened(tmp_path) as second:
+            assert second.cache.restore(prompt, state, reading) == (found, found, 0)
+        assert np.array_equal(read_on(state, prompt, reading), read_on(fresh, prompt, reading))
+
+
+def counted_reads(monkeypatch):
+    """The names of the files whose rows are read, and the tokens up to which they are."""
+    reads = []
+
+    def counted(header, length):
+        reads.append((header.path.name, length))
+        return read(header, length)
+
+    monkeypatch.setattr("common.prefix_disk.read", counted)
+    return reads
+
+
+def test_only_the_files_that_hold_the_beginning_are_read(tmp_path, monkeypatch):
+    """Of a conversation's files, not those of its later turns."""
+    tokens, names = text(2000), []
+    with Opened(tmp_path) as first:
+        for n in (550, 650, 1000):
+            first.offer(False, tokens[:n], turn0=550, turn1=650)
+            names += [path.name for path in files(tmp_path) if path.name not in names]
+    reads = counted_reads(monkeypatch)
+    with Opened(tmp_path) as second:
+        prompt = [*tokens[:600], *text(20, 1)]
+        assert second.found(False, prompt, turn0=550) == 600
+    assert reads == [(names[1], 600), (names[0], 600)]
+
+
+def test_a_cut_state_is_read_if_it_saves_a_page(tmp_path, monkeypatch):
+    """Memory has 512 tokens of these 599, and reading the others again takes less than reading the file."""
+    reads = counted_reads(monkeypatch)
+    with Opened(tmp_path) as opened:
+        opened.offer(False, text(600))
+        assert opened.found(False, text(600)) == 512
+        assert reads == []
+        clear(opened.cache)
+        assert opened.found(False, text(600)) == 599
+        assert len(reads) == 1
+        clear(opened.cache)
+        assert opened.found(False, text(200)) == 0
+    with Opened(tmp_path / "short") as opened:
+        opened.offer(False, text(130))
+        clear(opened.cache)
+        assert opened.found(False, text(130)) == 0
+
+
+@pytest.mark.parametrize(("token", "whole"), [(100, False), (511, False), (520, True)])
+def test_damage_after_the_beginning_is_not_read(tmp_path, token, whole):
+    """A file of 900 tokens serves its first 512 while their rows are what was written; a damaged one is deleted."""
+    with Opened(tmp_path) as first:
+        first.offer(False, text(900))
+    (path,) = files(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[len(data) - 16 * (900 - token)] ^= 1
+    path.write_bytes(data)
+    with Opened(tmp_path) as opened:
+        assert opened.found(False, text(900)) == (512 if whole else 0)
+        assert path.exists() == whole
+        assert [line.partition(": ")[2] for line in opened.lines] == [
+            "the checksum of its rows is another; it is deleted"
+        ] * (not whole)
+    with Opened(tmp_path) as again:
+        assert again.found(False, [*text(900), 5], turn=900) == 0
+        assert len(again.lines) == whole
+
+
+def test_a_file_that_was_replaced_by_the_end_of_its_state(tmp_path):
+    """Its base, which another process wrote too, then has the rows."""
+    with Opened(tmp_path) as one:
+        one.offer(False, text(1000), turn=600)
+    with Opened(tmp_path / "elsewhere") as other:
+        for n in (600, 1000):
+            other.offer(False, text(1000)[:n], turn=600)
+    with Opened(tmp_path) as one:
+        for path in files(tmp_path / "elsewhere"):
+            path.replace(one.disk.folder / path.name)
+        assert one.found(False, [*text(550), *text(20, 1)], turn=1000) == 550
+        assert one.lines == []
+
+
+def test_a_file_that_was_replaced_by_one_that_continues_itself(tmp_path):
+    """Its numbers are those of a state that has all its rows in other files."""
+    with Opened(tmp_path) as opened:
+        opened.offer(False, text(600))
+        (path,) = files(tmp_path)
+        data = path.read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        header["__metadata__"] |= {"first": "600", "base": path.stem}
+        changed = json.dumps(header).encode()
+        path.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + size :])
+        clear(opened.cache)
+        assert opened.found(False, text(600)) == 0
+        assert len(opened.lines) == 1
+        assert "lacks the tokens" in opened.lines[0]
+        assert not path.exists()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("seed", range(8))
+def test_any_texts_over_restarts(tmp_path, points, seed):
+    """Whatever files are there, a prompt gets the state that reading it gives."""
+    random, found = np.random.default_rng(seed), []
+    for _ in range(6):
+        with Opened(tmp_path, memory=int(random.choice([0, 10**6]))) as opened:
+            for _ in range(4):
+                tokens = texts(int(random.integers(10**6)), int(random.integers(1, 1200)))
+                marks = {"turn": 300, "system": 40} if random.integers(2) else {}
+                found.append(opened.found(points, tokens, **marks))
+                opened.offer(points, tokens, **marks)
+            assert opened.lines == []
+    assert points or sum(length > 0 for length in found) > 3
 
 
 def test_a_state_is_written_once_its_copies_are_complete(tmp_path, points, monkeypatch):
@@ -172,19 +340,19 @@ def damaged(data, header_size):
         changed = json.dumps({**header, "__metadata__": {**header["__metadata__"], **changes}}).encode()
         return len(changed).to_bytes(8, "little") + changed + data[8 + header_size :]
 
+    def flipped(at):
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
     return {
         "cut": (data[:-1], "is cut short", True),
         "cut in the header": (data[:200], "is cut short or is no saved state", False),
         "empty": (b"", "is cut short or is no saved state", False),
         "random": (bytes(range(256)) * 20, "is cut short or is no saved state", False),
         "longer": (data + b"x", "is cut short", True),
-        "a bit": (data[:-10] + bytes([data[-10] ^ 1]) + data[-9:], "checksum of its point", True),
-        "a bit of a row": (
-            data[: 8 + header_size + 3000] + bytes([data[8 + header_size + 3000] ^ 1]) + data[8 + header_size + 3001 :],
-            "checksum of its rows",
-            True,
-        ),
-        "version": (rewritten(version="2"), "has version '2'; supported: 1", False),
+        "a bit": (flipped(len(data) - 10), "checksum of its point", True),
+        "a bit of a row": (flipped(8 + header_size + 3000), "checksum of its rows", True),
+        "a bit of a checksum": (flipped(8 + header_size + 1620), "checksum of its rows", True),
+        "version": (rewritten(version="1"), "has version '1'; supported: 2", False),
         "format": (rewritten(format="other"), "is no saved state", False),
         "model": (rewritten(fingerprint=OTHER), "is a state of another model", False),
         "key": (rewritten(key="0" * 32), "has the name of other tokens", True),
@@ -213,6 +381,17 @@ def test_damage_is_a_miss_and_one_line(tmp_path, damage):
     with Opened(tmp_path) as again:
         again.offer(True, text(400))
         assert again.found(True, text(401), turn=400) == 400
+
+
+def test_a_file_that_hides_its_point(tmp_path):
+    """The state of such a model cannot be cut, whatever the file says."""
+    (path,) = written(tmp_path, 600)
+    path.write_bytes(path.read_bytes().replace(b'"counts": "1 1"', b'"counts": "1 0"'))
+    with Opened(tmp_path) as opened:
+        assert opened.disk.get(np.array(text(580), np.int32), reading_of(text(580)), 0) is not None
+        assert opened.found(True, text(580)) == 0
+        assert opened.found(True, text(601), turn=600) == 0
+        assert "checksum of its point" in opened.lines[0]
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
@@ -369,7 +548,7 @@ def test_300_mutated_files(tmp_path, monkeypatch):
     for changed in mutations(data, 300):
         path.write_bytes(changed)
         try:
-            saved = read(read_header(path, MODEL), True)
+            saved = read(read_header(path, MODEL), 320)
         except BimetalError:
             continue
         whole += 1

@@ -73,6 +73,21 @@ def test_where_a_prompt_can_go_on(end, marks, replies, at):
     assert not reading.continues_from(at, [*before, (0, 137)])
 
 
+@quick
+@given(end=st.integers(1, 2500), other=st.integers(1, 2500), marks=marks, replies=spans, same=st.integers(0, 2500))
+def test_how_much_of_a_longer_state_serves(end, other, marks, replies, same):
+    """No more tokens than two texts share, after which one is read on, and as many as possible."""
+    reading, long_steps = Reading(end, 512, marks), Reading(other, 512, {}, replies).long_steps
+    same = min(same, end, other)
+    n = reading.usable(same, long_steps)
+
+    def serves(at):
+        return reading.continues_from(at, [step for step in long_steps if step[0] < at])
+
+    assert serves(n)
+    assert not any(map(serves, range(n + 1, same + 1)))
+
+
 def test_where_states_are_kept():
     reading = Reading(3 * GRID_POINTS + 7, 512, {40: "system", 3 * GRID_POINTS: "turn", 0: "turn"})
     kept = {40: "system", GRID_POINTS: "grid", 2 * GRID_POINTS: "grid", 3 * GRID_POINTS: "turn"}
