@@ -75,9 +75,22 @@ def test_stdin_is_the_prompt(run):
 def test_stdin_that_is_not_utf_8(folder):
     process = start("--model", folder, "--backend", "numpy", stdin=subprocess.PIPE)
     out, err = process.communicate(b"caf\xe9", timeout=30)
-    assert (process.returncode, out) == (2, b"")
+    assert (process.returncode, out) == (1, b"")
     assert err == b"error: the prompt on stdin is not UTF-8 at character 4\n"
-    assert err.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("flags", [(), ("--chat",)])
+@pytest.mark.parametrize(
+    ("encoding", "why"), [("utf-16", "UTF-16 stream does not start with BOM"), ("utf-16-le", "truncated data")]
+)
+def test_stdin_that_its_encoding_refuses(folder, monkeypatch, flags, encoding, why):
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    process = start("--model", folder, "--backend", "numpy", *flags, stdin=subprocess.PIPE)
+    _, err = process.communicate(b"hello", timeout=30)
+    what = "message" if flags else "prompt on stdin"
+    given = f"{encoding.upper()}, the encoding that PYTHONIOENCODING or the locale gives stdin"
+    assert err.decode(encoding) == f"error: the {what} is not {given}: {why}\n"
+    assert process.returncode == 1
 
 
 def test_raw_sends_no_template(run):
