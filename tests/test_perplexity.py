@@ -299,6 +299,7 @@ def test_what_cannot_be_compared_or_read(run, folder, text, tmp_path):
         (1, [folder, "--text", str(tmp_path / "absent")], "No such file"),
         (1, [folder, "--text", str(binary)], "is not UTF-8: invalid start byte at byte 2"),
         (1, [folder, "--text", text, "--ctx-window", "200"], "the text has 159 tokens, and one window takes 200"),
+        (1, [folder, *words, "--max-tokens", "1"], "the text has 1 token, and one window takes 32; give a longer"),
         (1, [folder, *words, "--max-tokens", "64", "--reference-file", str(kept)], "has 4 windows of 32 tokens"),
         (1, [folder, *words, "--reference-file", text], "is cut short or is not a safetensors file"),
         (1, [str(tmp_path / "no"), *words], "no"),
