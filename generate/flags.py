@@ -147,6 +147,7 @@ def experts(p: Parser) -> None:
     )
     g.add_argument(
         "--expert-profile",
+        type=values.file,
         metavar="FILE",
         help="counts of the uses of each expert, such as model.gguf.spark.csv: read at the start, written at the end",
     )

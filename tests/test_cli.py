@@ -160,6 +160,26 @@ def test_bad_flags_exit_with_2_and_one_sentence(run, argv, message, monkeypatch)
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        (["batch", "-", "out"], "IN"),
+        (["batch", "in", "-"], "OUT"),
+        (["pack", "demo", "-"], "OUT"),
+        (["quantize", "demo", "-"], "OUT"),
+        (["quantize", "demo", "--sensitivity", "--text", "in", "--plot", "-"], "--plot"),
+        (["perplexity", "demo", "--text", "in", "--save-reference", "-"], "--save-reference"),
+        (["bench", "--log", "-"], "--log"),
+        (["selftest", "--out", "-"], "--out"),
+        (["--spark", "--expert-profile", "-"], "--expert-profile"),
+    ],
+)
+def test_files_that_stdin_and_stdout_cannot_be(capsys, argv, name):
+    """A file of the name "-" was made."""
+    assert main(argv) == 2
+    assert f"argument {name}: '-' is not supported; give the name of a file; see" in capsys.readouterr().err
+
+
 def test_an_empty_prompt(run):
     for argv, stdin in ((["--raw", "--prompt", ""], None), ([], "")):
         code, out, err = run(*argv, stdin=stdin)
