@@ -1,6 +1,7 @@
 """Flags that several commands share. Imports nothing heavy, so that `--help` is fast."""
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -17,6 +18,7 @@ from common.options import (
 )
 from generate import values
 
+NEGATIVE = re.compile(r"-(\.?\d|inf)")  # the beginning of a value, such as -1GB and -1,2, where no flag has a digit
 BACKENDS = ("cuda", "mlx", "numpy")
 COMPRESSION = ("off", "auto", "always")
 DEFAULT_MODEL = "demo"
@@ -61,8 +63,12 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("allow_abbrev", False)
         super().__init__(*args, **options)
         self.register("action", None, Once)
+        self._negative_number_matcher = NEGATIVE
 
     def error(self, message: str) -> NoReturn:
+        names, _, what = message.removeprefix("argument ").partition(": ")
+        if what == "expected one argument":
+            message += f"; a value that begins with - goes after =, as in {names.split('/')[-1]}=-x"
         raise UsageError(f"{message}; see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

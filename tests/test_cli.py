@@ -129,6 +129,13 @@ def test_seed_and_stop(run):
         (["--max-tokens", "-3"], "'-3' is not a whole number of at least 1"),
         (["--ctx", "0"], "--ctx: '0' is not a whole number of at least 1"),
         (["--stop", ""], "a stop string is empty"),
+        (
+            ["--stop", "-x"],
+            "--stop: expected one argument; a value that begins with - goes after =, as in --stop=-x; see",
+        ),
+        (["--memory", "-1GB"], "memory is '-1GB'; it must be bytes, or an amount of memory such as '8GB'"),
+        (["--split", "-1,2"], "split is [-1.0, 2.0]; it must be proportions above 0"),
+        (["--frequency-penalty", "-inf"], "frequency_penalty is -inf; it must be a finite number"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--chat"], "--chat and --prompt exclude each other"),
         (["--raw", "--system", "x"], "--system and --raw exclude each other"),
