@@ -491,7 +491,7 @@ def test_what_a_chat_says_of_files_and_thinking(run, tmp_path):
     stdin = f"hello\n/save {missing}\n/set think on\n/set think default\n/set temperature 0\n/reset\n/save {file}\n"
     code, out, err = run("--chat", "-n", "1", "--stats", stdin=stdin)
     assert code == 0
-    assert "decode 1 token, " in err
+    assert "decode 1 token; " in err
     said = [line for line in err.splitlines() if line.startswith("error")]
     assert said == [
         f"error: {missing}: No such file or directory",
