@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from common.decoders import DECODERS, ORDERS, PRESETS
@@ -18,6 +19,7 @@ from common.options import (
 )
 from generate import values
 
+SHORT = re.compile(r"-[a-z]{1,4}(-[a-z]+)?")  # a flag of one dash; longer words are a flag with its value, as in -mdemo
 NEGATIVE = re.compile(r"-(\.?\d|inf)")  # the beginning of a value, such as -1GB and -1,2, where no flag has a digit
 BACKENDS = ("cuda", "mlx", "numpy")
 COMPRESSION = ("off", "auto", "always")
@@ -76,6 +78,8 @@ class Parser(argparse.ArgumentParser):
 
         argparse takes such a word for left out as soon as a flag follows the word before it.
         """
+        if self._subparsers is None:
+            self.refuse_unknown(args or ())
         found, rest = super().parse_known_args(args, namespace)
         last = next((action for action in reversed(self._actions) if not action.option_strings), None)
         if rest and last and last.nargs == "?" and not rest[0].startswith("-") and getattr(found, last.dest) is None:
@@ -90,11 +94,18 @@ class Parser(argparse.ArgumentParser):
         stream.write(message)
         stream.flush()
 
-    def refuse_unknown(self, flags: Iterable[str]) -> None:
-        """Refuse a flag that is none of this parser's, whose value argparse would take for a command."""
-        for flag in (word.partition("=")[0] for word in flags if word.startswith("--") and word != "--"):
-            if flag not in self._option_string_actions:
+    def refuse_unknown(self, words: Iterable[str]) -> None:
+        """Refuse a flag that is none of this parser's.
+
+        argparse would take its value for a command, and -ngl for -n with the value gl.
+        """
+        takes_value = False
+        for word in takewhile(lambda word: word != "--", words):
+            flag = word.partition("=")[0]
+            action = self._option_string_actions.get(flag)
+            if action is None and not takes_value and (flag.startswith("--") or SHORT.fullmatch(flag)):
                 self.error(f"unrecognized arguments: {flag}")
+            takes_value = action is not None and action.nargs is None and word == flag
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:

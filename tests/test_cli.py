@@ -136,6 +136,9 @@ def test_seed_and_stop(run):
         (["--memory", "-1GB"], "memory is '-1GB'; it must be bytes, or an amount of memory such as '8GB'"),
         (["--split", "-1,2"], "split is [-1.0, 2.0]; it must be proportions above 0"),
         (["--frequency-penalty", "-inf"], "frequency_penalty is -inf; it must be a finite number"),
+        (["-ngl", "99"], "unrecognized arguments: -ngl; see"),
+        (["-t", "4"], "unrecognized arguments: -t; see"),
+        (["-no-cnv"], "unrecognized arguments: -no-cnv; see"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--chat"], "--chat and --prompt exclude each other"),
         (["--raw", "--system", "x"], "--system and --raw exclude each other"),
@@ -216,7 +219,7 @@ def test_an_empty_prompt(run):
         (["bench", "--rows", "0"], 2, "--rows: '0' is not a whole number of at least 1"),
         (["bench", "--contexts", "many"], 2, "'many' is not a whole number"),
         (["inspect", "demo", "--kv-sinks", "3"], 2, "kv_sinks goes with kv, cache_type_k or cache_type_v"),
-        (["bench", "--nonsense", "x"], 2, "unrecognized arguments: --nonsense x; see python -m generate bench --help"),
+        (["bench", "--nonsense", "x"], 2, "unrecognized arguments: --nonsense; see python -m generate bench --help"),
         (
             ["quantize", "demo", "--bits", "4", "a", "b"],
             2,
