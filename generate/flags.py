@@ -267,17 +267,27 @@ def sampling(p: Parser) -> None:
         "--frequency-penalty", type=values.number, metavar="X", help="subtracted per occurrence (default: 0)"
     )
     s.add_argument("--presence-penalty", type=values.number, metavar="X", help="subtracted once per token (default: 0)")
-    s.add_argument("--seed", type=values.count, metavar="N", help="the same seed gives the same text (default: random)")
+    s.add_argument(
+        "-s", "--seed", type=values.count, metavar="N", help="the same seed gives the same text (default: random)"
+    )
 
 
 def max_tokens(p: Any) -> None:
     p.add_argument(
-        "-n", "--max-tokens", type=values.positive, metavar="N", help="limit of a reply (default: the context)"
+        "-n",
+        "--predict",
+        "--n-predict",
+        "--max-tokens",
+        dest="max_tokens",
+        type=values.positive,
+        metavar="N",
+        help="limit of a reply (default: the context)",
     )
 
 
 def parallel(p: Any) -> None:
     p.add_argument(
+        "-np",
         "--parallel",
         type=values.positive,
         metavar="N",
@@ -352,10 +362,12 @@ def window(p: Any) -> None:
 
 
 def model(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
-    p.add_argument("-m", "--model", default=DEFAULT_MODEL, metavar="MODEL", help=f"{MODEL_HELP} (default: demo)")
+    p.add_argument("-m", "-hf", "--model", default=DEFAULT_MODEL, metavar="MODEL", help=f"{MODEL_HELP} (default: demo)")
     p.add_argument(
         "-c",
+        "--ctx-size",
         "--ctx",
+        dest="ctx",
         type=values.tokens,
         metavar="N",
         help="most tokens of prompt and reply together (default: as trained; on CUDA at most what fits)",
@@ -387,7 +399,7 @@ def backend(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
 
 
 def draft(p: Any, help: str) -> None:
-    p.add_argument("--draft", metavar="DRAFT", help=help)
+    p.add_argument("-md", "--model-draft", "--draft", dest="draft", metavar="DRAFT", help=help)
     p.add_argument(
         "--draft-device",
         type=values.count,

@@ -4,19 +4,21 @@ import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from common.errors import BimetalError, UsageError
 from common.tokenizer import Tokenizer
 from generate.interrupts import INTERRUPTED
 from generate.llm import LLM
+from generate.perplexity import read_text
 from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show, tell_sampling
 
 MOST_READ = 1 << 27  # characters of a prompt on stdin, which may never end
 
 
 def run(args: argparse.Namespace) -> int:
-    prompt = args.prompt if args.prompt is not None else _stdin()
+    prompt = _prompt(args)
     with LLM(args.model, args.load, partial(check_template, args)) as llm:
         if args.raw or llm.tokenizer.chat_template is None:
             start = partial(llm.stream, prompt)
@@ -76,6 +78,18 @@ def decoded(read: Callable[[], str], what: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise BimetalError(f"{what} is not UTF-8 at character {error.start + 1}") from None
+    return text
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    """Return the text of --prompt, of the file of --file, or of stdin; raises BimetalError."""
+    if args.prompt is not None:
+        return str(args.prompt)
+    if args.file is None:
+        return _stdin()
+    text = read_text(Path(args.file))
+    if not text:
+        raise UsageError(f"{args.file} is empty; a prompt must have at least one character")
     return text
 
 

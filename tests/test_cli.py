@@ -72,6 +72,32 @@ def test_stdin_is_the_prompt(run):
     assert run("-n", "8", stdin="hi")[1] == run("--prompt", "hi", "-n", "8")[1]
 
 
+def test_a_prompt_in_a_file(run, tmp_path):
+    (tmp_path / "text").write_text("hi")
+    expected = run("--prompt", "hi", "-n", "8")[1]
+    assert run("-f", str(tmp_path / "text"), "-n", "8") == (0, expected, "")
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "binary").write_bytes(b"caf\xe9")
+    for code, argv, message in (
+        (1, ["-f", str(tmp_path / "no")], f"{tmp_path / 'no'}: No such file or directory"),
+        (1, ["-f", str(tmp_path / "binary")], f"{tmp_path / 'binary'} is not UTF-8: unexpected end of data at byte 3"),
+        (2, ["-f", str(tmp_path / "empty")], f"{tmp_path / 'empty'} is empty; a prompt must have at least one"),
+        (2, ["-f", "a", "-p", "a"], "--prompt and --file exclude each other; either gives the prompt"),
+        (2, ["-f", "a", "--chat"], "--chat and --file exclude each other; in a chat the prompt is typed"),
+    ):
+        got, out, err = run(*argv)
+        assert (got, out, err.count("\n")) == (code, "", 1), err
+        assert err.startswith(f"error: {message}")
+
+
+def test_flags_have_the_names_of_llama_cpp():
+    short = parse(["-hf", "a/b", "--ctx-size", "64", "-n", "4", "-s", "1", "-md", "demo", "-sys", "Brief.", "-p", "hi"])
+    words = ["-m", "a/b", "--ctx", "64", "--predict", "4", "--seed", "1", "--draft", "demo", "--system", "Brief."]
+    assert vars(short) == vars(parse([*words, "--prompt", "hi"]))
+    assert parse(["-cnv"]).command == "chat"
+    assert parse(["serve", "-np", "2"]).load.parallel == 2
+
+
 def test_stdin_that_is_not_utf_8(folder):
     process = start("--model", folder, "--backend", "numpy", stdin=subprocess.PIPE)
     out, err = process.communicate(b"caf\xe9", timeout=30)
@@ -145,7 +171,7 @@ def test_seed_and_stop(run):
         (["--raw", "--parse-special"], "--parse-special and --raw exclude each other"),
         (["--cache-disk", "1GB"], "cache_disk goes with cache_dir, which is not given"),
         (["--prompt", "again"], "argument -p/--prompt: is given more than once"),
-        (["--seed", "1", "--seed", "1"], "argument --seed: is given more than once"),
+        (["--seed", "1", "--seed", "1"], "argument -s/--seed: is given more than once"),
         (["--temperature=--"], "--temperature has the value '--'"),
         (["--temperature", "nan"], "temperature is nan"),
         (["--tree-budget", "136"], "'136' is neither auto nor a whole number from 1 to 135"),
