@@ -351,6 +351,11 @@ def test_wrong_fields_are_refused_by_name(scripted, fields, param):
     assert error["message"]
 
 
+def test_a_flag_is_refused_in_the_words_of_json(scripted):
+    message = ask(scripted, stream="yes").json()["error"]["message"]
+    assert message == "stream is 'yes'; it must be true or false"
+
+
 def test_unknown_fields_and_models_are_taken(scripted):
     fields = {"model": "gpt-9", "user": "me", "metadata": {"a": 1}, "prompt_cache_key": "k", "store": True, "new": [1]}
     assert ask(scripted, **fields).status_code == 200
