@@ -155,6 +155,14 @@ def sampling(fields: Fields) -> dict[str, Any]:
     return found
 
 
+def predicted(fields: Fields) -> int | None:
+    """The limit of a reply by llama.cpp's name, of which -1 is none; None where there is none."""
+    limit: int | None = fields.take("n_predict", rules.whole(-1))
+    if limit == 0:
+        raise fields.refuse("n_predict", "it must be -1, for no limit, or at least 1")
+    return None if limit == -1 else limit
+
+
 def priority(fields: Fields) -> dict[str, int]:
     """The priority of a request, which vLLM's clients give as a number that is lower the earlier a reply begins."""
     lower = fields.take("priority", OPTION_RULES["priority"])
