@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from common.amounts import counted
 from common.block_sparse import BLOCK
 from common.checks import check_fits, check_tokens
 from common.errors import BimetalError, UsageError
@@ -69,7 +70,7 @@ def attention_to(
     parts: list[list[np.ndarray]] = []  # of each step, the keys of each layer
     while at < len(ids):
         if cancel is not None and cancel.is_set():
-            raise BimetalError("the request was cancelled while its prompt was compressed")
+            raise BimetalError(f"attention_to was cancelled after it read {at} of {counted(len(ids), 'token')}")
         end = len(ids) if at >= first else min(at + rows, sparse if at < sparse else first)
         step = Step.chain(np.asarray(ids[at:end], np.int32), at)
         asked, keys, scales = _read(model, state, step, end <= sparse, end == len(ids))

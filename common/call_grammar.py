@@ -20,7 +20,11 @@ def reply_grammar(schema: Any, calls: str) -> str:
     schema  None: no JSON; calls: "" without
     """
     starts = (["reply"] if schema is not None else []) + (["calls"] if calls else [])
-    return f"start: {' | '.join(starts)}\n" + (json_rule("reply", schema) if schema is not None else "") + calls
+    return (
+        f"start: {' | '.join(starts)}\n"
+        + (json_rule("reply", schema, "the reply") if schema is not None else "")
+        + calls
+    )
 
 
 def call_rules(syntax: Syntax, tools: Schemas, tokenizer: Tokenizer, several: bool) -> str:
@@ -52,7 +56,7 @@ class _Literals:
 def _hermes(rule: str, name: str, schema: Mapping[str, Any], literals: _Literals) -> str:
     begin = f'{OPEN}\n{{"name": {json.dumps(name)}, "arguments": '
     body = f"{rule}: {literals.of(begin)} {rule}_json {literals.of('}' + chr(10) + CLOSE)}\n"
-    return body + json_rule(f"{rule}_json", _object(schema), lenient=True)
+    return body + json_rule(f"{rule}_json", _object(schema), f"the tool {name}", lenient=True)
 
 
 def _qwen_xml(rule: str, name: str, schema: Mapping[str, Any], literals: _Literals) -> str:
@@ -88,7 +92,8 @@ def _arguments(rule: str, schema: Mapping[str, Any], literals: _Literals, frame:
             rules.append(f"{value}_arg: {head} ({words}) {literals.of(closing)}\n")
         else:
             described = {**given, **{k: schema[k] for k in ("$defs", "definitions") if k in schema}} if given else {}
-            rules.append(f"{value}_arg: {head} {value} {literals.of(closing)}\n{json_rule(value, described, True)}")
+            rule_of_value = json_rule(value, described, f"a tool's parameter {key:.80}", lenient=True)
+            rules.append(f"{value}_arg: {head} {value} {literals.of(closing)}\n{rule_of_value}")
             if (size := sum(map(len, rules))) > MOST_RULES:  # definitions are repeated for each parameter
                 raise UsageError(f"a tool's schema gives a grammar of {size} characters; at most {MOST_RULES} are read")
     return f"{rule}: {' '.join([*parts, literals.of(end)])}\n" + "".join(rules)

@@ -227,6 +227,8 @@ def _prepare(message: Message, at: int, template: str) -> dict[str, Any]:
         raise BimetalError(f"message {at} is {shown(message)}, not an object with a role")
     if not ROLE.fullmatch(message["role"]):  # templates print it among their control tokens
         raise BimetalError(f"message {at} has the role {shown(message['role'])}, which is no word")
+    if message["role"] == "user" and "content" not in message:
+        raise BimetalError(f"message {at} has no content; its keys are {shown(list(message))}")
     prepared = {**message, "content": _content(message.get("content"), at, template)}
     # Reasoning has had three names.
     names = ("reasoning_content", "thinking", "reasoning")

@@ -1,8 +1,9 @@
 """Guides that follow a grammar: JSON of a schema, tool calls in a model's own syntax. llguidance keeps the state."""
 
 import json
+import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +15,11 @@ from common.tokenizer import Tokenizer
 
 # White space of JSON is bounded: a model that writes nonsense would else write spaces to the end of the context.
 WHITE_SPACE = r"\n[ ]{0,24}|[ ]{1,2}"
+
+SCHEMA_ERROR = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: ")
+SHOWN = re.compile(r"<state>|\n +\d+ \| ")  # what llguidance shows after the words of an error
+OF, GUIDANCE = "$comment", "x-guidance"  # keys of a schema: what has it, and options of llguidance
+MOST_TRIES = 64  # of parts of a schema, of which one is at fault; each takes a millisecond
 
 
 class Grammars:
@@ -38,19 +44,61 @@ class Grammars:
     def guide(self, grammar: str) -> Callable[[], Guide]:
         """Return a function that makes a guide of one reply.
 
-        grammar  in llguidance's Lark dialect. Raises UsageError in its own words where it is none.
+        grammar  in llguidance's Lark dialect. Raises UsageError where it is none; of a schema that `json_rule` wrote
+                 the error names the place.
         """
-        llguidance = _llguidance()
         with self._lock:
             known = self._known
-        try:
-            matcher = llguidance.LLMatcher(known, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
-        except Exception as error:
-            raise UsageError(f"the grammar is refused: {error}") from None
+        matcher = _matcher(known, grammar)
         if matcher.is_error():
-            raise UsageError(f"the grammar is not supported: {_words(matcher.get_error())}")
+            raise UsageError(_refusal(known, grammar, matcher.get_error()))
         _Matched(matcher.deep_copy(), self._vocab).allowed()  # a schema that is a reference to itself fails only here
         return lambda: _Matched(matcher.deep_copy(), self._vocab)
+
+
+def _matcher(known: Any, grammar: str) -> Any:
+    """Compile a grammar for the tokenizer `known`; raises UsageError for what llguidance does not parse at all."""
+    llguidance = _llguidance()
+    try:
+        return llguidance.LLMatcher(known, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
+    except Exception as error:
+        raise UsageError(f"the grammar is refused: {_words(str(error))}") from None
+
+
+def _refusal(known: Any, grammar: str, error: str) -> str:
+    """Put an error of llguidance about a grammar into one sentence; of a rule of `json_rule` with the place in it."""
+    found = SCHEMA_ERROR.match(error)
+    rule = grammar.split("\n")[int(found[1]) - 1] if found else ""
+    if OF not in rule:
+        return f"the grammar is not supported: {_words(error)}"
+    schema = json.loads(rule.partition(" %json ")[2])
+    place = _place(known, schema, _words(error))
+    return f"the JSON schema of {schema[OF]} is not supported{f' at #{place}' if place else ''}: {_words(error)}"
+
+
+def _place(known: Any, schema: Mapping[str, Any], why: str) -> str:
+    """Find the innermost part of a schema that is refused with the words `why`, as a JSON pointer; "" is all of it."""
+    shared = {key: schema[key] for key in ("$defs", "definitions", GUIDANCE) if key in schema}
+    tries, place, parts = MOST_TRIES, "", _parts(schema)
+    while tries and (each := next(parts, None)):
+        tries -= 1
+        tried = _matcher(known, f"start: %json {json.dumps({**each[1], **shared})}")
+        if tried.is_error() and _words(tried.get_error()) == why:
+            place, parts = place + each[0], _parts(each[1])
+    return place
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the schemas directly inside a schema, each with its place, as a JSON pointer has it."""
+    for key in ("$defs", "definitions", "properties", "patternProperties", "anyOf", "oneOf", "allOf", "prefixItems"):
+        held = schema.get(key)
+        listed = held.items() if isinstance(held, Mapping) else enumerate(held) if isinstance(held, list) else ()
+        for name, part in listed:
+            if isinstance(part, Mapping):
+                yield f"/{key}/{str(name).replace('~', '~0').replace('/', '~1')}", part
+    for key in ("items", "additionalProperties"):
+        if isinstance(part := schema.get(key), Mapping):
+            yield f"/{key}", part
 
 
 def _llguidance() -> Any:
@@ -94,17 +142,25 @@ class _Matched:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            why = _words(self._matcher.get_error())
-            raise UsageError(f"the grammar cannot be followed, as no token may come next: {why}")
+            raise UsageError(
+                "the grammar cannot be followed, as no token may come next; a schema in it may refer to itself alone"
+            )
 
 
 def _words(error: str) -> str:
-    """Put an error of llguidance into one line, without the state that it shows."""
-    return " ".join(error.partition("<state>")[0].split())[:300]
+    """Put an error of llguidance into one sentence, without the grammar, pattern or state that it shows."""
+    shown = SCHEMA_ERROR.sub("", SHOWN.split(error, maxsplit=1)[0])
+    first, _, rest = shown.strip().partition("\n")
+    what = rest.rpartition("error: ")[2] if "error: " in rest else rest
+    return " ".join(f"{first} {what}".partition(". ")[0].replace("json-schema:///", "").split())[:300]
 
 
-def json_rule(name: str, schema: Any, lenient: bool = False) -> str:
-    """A rule of a Lark grammar for JSON of a schema; `lenient` leaves out keywords that llguidance does not know."""
+def json_rule(name: str, schema: Any, of: str, lenient: bool = False) -> str:
+    """A rule of a Lark grammar for JSON of a schema.
+
+    of       what has the schema, in words, for errors
+    lenient  leave out keywords that llguidance does not know
+    """
     options = {"whitespace_pattern": WHITE_SPACE, "lenient": lenient}
     described = dict(schema) if isinstance(schema, Mapping) else ({} if schema is True else {"not": {}})
-    return f"{name}: %json {json.dumps(described | {'x-guidance': options})}\n"
+    return f"{name}: %json {json.dumps(described | {OF: of, GUIDANCE: options})}\n"

@@ -67,6 +67,8 @@ def with_keywords(options: type[Options], function: Callable[..., Any]) -> Calla
         unknown = next((name for name in given if name not in signature.parameters), None)
         if unknown is not None:
             raise TypeError(f"{function.__name__}() has no option {unknown}; {_hint(unknown, options, named)}")
+        if len(args) > len(leading):
+            raise TypeError(f"{function.__name__}() takes {', '.join(named)} by position; options are given by name")
         bound = signature.bind(*args, **given).arguments
         first = [bound.pop(parameter.name, parameter.default) for parameter in leading]
         chosen = {name: value for name, value in bound.items() if value is not None}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from common.amounts import shown_size
+from common.amounts import counted, shown_size
 from common.errors import BimetalError, UsageError
 from common.files import rewriting
 from common.ops import Array, Ops
@@ -98,11 +98,14 @@ def cut_windows(ids: Sequence[int], size: int, bos: int | None = None) -> np.nda
     bos  begins the text, and replaces the first token of every window
     """
     if size < MIN_WINDOW:
-        raise UsageError(f"a window of {size} tokens is too short to score half of it; it needs {MIN_WINDOW}")
+        raise UsageError(
+            f"a window of {counted(size, 'token')} is too short to score half of it; it needs {MIN_WINDOW}"
+        )
     ids = list(ids) if bos is None else [bos, *ids]
     if len(ids) < size:
         raise BimetalError(
-            f"the text has {len(ids)} tokens, and one window takes {size}; give more text or less window"
+            f"the text has {counted(len(ids), 'token')}, and one window takes {size}; give a longer text or a smaller "
+            "window"
         )
     count = len(ids) // size
     windows = np.array(ids[: count * size], np.int32).reshape(count, size)

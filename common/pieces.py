@@ -9,6 +9,8 @@ from common.expert_stats import ExpertStats
 from common.reply import Parts, ReplyParser
 from common.sampling import best_of, log_softmax
 
+LEAST_TIMED = 4  # tokens; the time of fewer is mostly that of the first step
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -64,6 +66,11 @@ class Stats:
     def timed_tokens(self) -> int:
         """Tokens that `decode_seconds` generated: those of the steps after the first token's."""
         return max(self.new_tokens - self.first_tokens, 0)
+
+    @property
+    def is_timed(self) -> bool:
+        """Test whether `decode_tps` is a mean over at least LEAST_TIMED tokens; of fewer it is not shown."""
+        return self.timed_tokens >= LEAST_TIMED
 
     @property
     def gb_per_s(self) -> float:

@@ -98,6 +98,9 @@ class Tokenizer:
     def __len__(self) -> int:
         return self.vocab_size
 
+    def __repr__(self) -> str:
+        return f"<Tokenizer: {self.vocab_size} tokens>"
+
     @property
     def vocab(self) -> dict[str, int]:
         """Ids by token, in the spelling of the tokenizer's files."""

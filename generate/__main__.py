@@ -59,7 +59,7 @@ def prepare_streams() -> None:
     """Open the null device in place of standard streams that are closed, and take ASCII, the C locale's, for UTF-8.
 
     What the encoding of another locale lacks is written as "?". Bytes of stdin that are no text are read as half
-    surrogate pairs, which `check_utf8` refuses. What stderr cannot take is lost.
+    surrogate pairs, which `prompt.decoded` refuses. What stderr cannot take is lost.
     """
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         stream = getattr(sys, name)

@@ -100,7 +100,9 @@ def bench(p: Parser) -> None:
     p.add_argument(
         "--peer", choices=("mlx-lm",), help="also time this program on the same weights (a safetensors folder)"
     )
-    p.add_argument("--log", metavar="FILE", help="append the rows to a TSV file such as BENCHMARKS.tsv")
+    p.add_argument(
+        "--log", type=values.file, metavar="FILE", help="append the rows to a TSV file such as BENCHMARKS.tsv"
+    )
     p.add_argument("--verdict", choices=("keep", "drop", "info"), help="verdict, for the log")
     p.add_argument("--note", metavar="TEXT", help="reason, for the log")
 

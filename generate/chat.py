@@ -16,7 +16,7 @@ from common.options import ChatOptions
 from common.terminal import printable
 from generate.line import Interrupted, line_reader
 from generate.llm import LLM, warm_up_beside
-from generate.prompt import check_template, check_utf8, system_message
+from generate.prompt import UndecodableError, check_template, decoded, system_message
 from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show, tell_sampling
 
 COMMANDS = {
@@ -97,6 +97,8 @@ class Chat:
                 print("Ctrl-C again, Ctrl-D or /quit leaves" if interrupts else "")
             except KeyboardInterrupt:  # before a reply began
                 print("cancelled", file=sys.stderr)
+            except UndecodableError:
+                raise
             except BimetalError as error:
                 print(f"error: {printable(str(error))}", file=sys.stderr)
             except OSError as error:
@@ -107,15 +109,19 @@ class Chat:
     def _read(self) -> str | None:
         """The next message or command; None at the end of input. Raises Interrupted on Ctrl-C."""
         try:
-            text = self.read_line("> ")
-            if text.strip() == '"""':
-                lines = []
-                while (line := self.read_line("")).strip() != '"""':
-                    lines.append(line)
-                text = "\n".join(lines)
-            return check_utf8(text, "the message")
+            return decoded(self._message, "the message")
         except EOFError:
             return None
+
+    def _message(self) -> str:
+        """The next line, or the lines after one that is only three quotes, to the next such line."""
+        text = self.read_line("> ")
+        if text.strip() != '"""':
+            return text
+        lines = []
+        while (line := self.read_line("")).strip() != '"""':
+            lines.append(line)
+        return "\n".join(lines)
 
     def _answer(self, messages: list[dict[str, Any]]) -> None:
         """Reply to `messages`, which become the history with the reply; without any of a reply the history stays."""

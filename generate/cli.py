@@ -67,8 +67,11 @@ def _check_words(argv: list[str]) -> None:
 def _finish_text(args: argparse.Namespace) -> None:
     """Name the command, prompt or chat, refuse flags that exclude each other, and collect options."""
     args.command = "chat" if args.chat else "prompt"
-    if args.chat and args.prompt is not None:
-        raise UsageError("--chat and --prompt exclude each other; in a chat the prompt is typed")
+    given = [f"--{name}" for name in ("prompt", "file") if getattr(args, name) is not None]
+    if args.chat and given:
+        raise UsageError(f"--chat and {given[0]} exclude each other; in a chat the prompt is typed")
+    if len(given) > 1:
+        raise UsageError("--prompt and --file exclude each other; either gives the prompt")
     for flag, is_given, why in (
         ("--chat", args.chat, "a chat needs the model's template"),
         ("--think", args.think is not None, "thinking is a matter of the model's template"),
@@ -77,8 +80,8 @@ def _finish_text(args: argparse.Namespace) -> None:
     ):
         if args.raw and is_given:
             raise UsageError(f"{flag} and --raw exclude each other; {why}")
-    if not args.chat and args.prompt is None and sys.stdin.isatty():
-        raise UsageError("no prompt: give --prompt TEXT, a prompt on stdin, or --chat")
+    if not args.chat and not given and sys.stdin.isatty():
+        raise UsageError("no prompt: give --prompt TEXT, --file FILE, a prompt on stdin, or --chat")
     args.options = _given_options(args)
     args.load = _load_options(args)
 
@@ -199,10 +202,13 @@ DESCRIPTIONS = {
 def _text(p: Parser) -> None:
     what = p.add_argument_group("what to generate")
     what.add_argument(
-        "-p", "--prompt", type=values.words, metavar="TEXT", help="the prompt; without it, stdin is the prompt"
+        "-p", "--prompt", type=values.words, metavar="TEXT", help="the prompt; without -p and -f, stdin is the prompt"
     )
-    what.add_argument("--chat", action="store_true", help="talk in turns; /help lists the commands")
-    what.add_argument("--system", type=values.words, metavar="TEXT", help="system prompt")
+    what.add_argument("-f", "--file", type=values.source, metavar="FILE", help="read the prompt from FILE")
+    what.add_argument("-cnv", "--chat", action="store_true", help="talk in turns; /help lists the commands")
+    what.add_argument(
+        "-sys", "--system-prompt", "--system", dest="system", type=values.words, metavar="TEXT", help="system prompt"
+    )
     what.add_argument("--raw", action="store_true", help="send the prompt as it is, without the model's chat template")
     model = p.add_argument_group("model")
     flags.model(model)

@@ -1,8 +1,10 @@
 """Flags that several commands share. Imports nothing heavy, so that `--help` is fast."""
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from common.decoders import DECODERS, ORDERS, PRESETS
@@ -17,6 +19,8 @@ from common.options import (
 )
 from generate import values
 
+SHORT = re.compile(r"-[a-z]{1,4}(-[a-z]+)?")  # a flag of one dash; longer words are a flag with its value, as in -mdemo
+NEGATIVE = re.compile(r"-(\.?\d|inf)")  # the beginning of a value, such as -1GB and -1,2, where no flag has a digit
 BACKENDS = ("cuda", "mlx", "numpy")
 COMPRESSION = ("off", "auto", "always")
 DEFAULT_MODEL = "demo"
@@ -61,8 +65,12 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("allow_abbrev", False)
         super().__init__(*args, **options)
         self.register("action", None, Once)
+        self._negative_number_matcher = NEGATIVE
 
     def error(self, message: str) -> NoReturn:
+        names, _, what = message.removeprefix("argument ").partition(": ")
+        if what == "expected one argument":
+            message += f"; a value that begins with - goes after =, as in {names.split('/')[-1]}=-x"
         raise UsageError(f"{message}; see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -70,6 +78,8 @@ class Parser(argparse.ArgumentParser):
 
         argparse takes such a word for left out as soon as a flag follows the word before it.
         """
+        if self._subparsers is None:
+            self.refuse_unknown(args or ())
         found, rest = super().parse_known_args(args, namespace)
         last = next((action for action in reversed(self._actions) if not action.option_strings), None)
         if rest and last and last.nargs == "?" and not rest[0].startswith("-") and getattr(found, last.dest) is None:
@@ -84,11 +94,18 @@ class Parser(argparse.ArgumentParser):
         stream.write(message)
         stream.flush()
 
-    def refuse_unknown(self, flags: Iterable[str]) -> None:
-        """Refuse a flag that is none of this parser's, whose value argparse would take for a command."""
-        for flag in (word.partition("=")[0] for word in flags if word.startswith("--") and word != "--"):
-            if flag not in self._option_string_actions:
+    def refuse_unknown(self, words: Iterable[str]) -> None:
+        """Refuse a flag that is none of this parser's.
+
+        argparse would take its value for a command, and -ngl for -n with the value gl.
+        """
+        takes_value = False
+        for word in takewhile(lambda word: word != "--", words):
+            flag = word.partition("=")[0]
+            action = self._option_string_actions.get(flag)
+            if action is None and not takes_value and (flag.startswith("--") or SHORT.fullmatch(flag)):
                 self.error(f"unrecognized arguments: {flag}")
+            takes_value = action is not None and action.nargs is None and word == flag
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
@@ -147,6 +164,7 @@ def experts(p: Parser) -> None:
     )
     g.add_argument(
         "--expert-profile",
+        type=values.file,
         metavar="FILE",
         help="counts of the uses of each expert, such as model.gguf.spark.csv: read at the start, written at the end",
     )
@@ -249,17 +267,27 @@ def sampling(p: Parser) -> None:
         "--frequency-penalty", type=values.number, metavar="X", help="subtracted per occurrence (default: 0)"
     )
     s.add_argument("--presence-penalty", type=values.number, metavar="X", help="subtracted once per token (default: 0)")
-    s.add_argument("--seed", type=values.count, metavar="N", help="the same seed gives the same text (default: random)")
+    s.add_argument(
+        "-s", "--seed", type=values.count, metavar="N", help="the same seed gives the same text (default: random)"
+    )
 
 
 def max_tokens(p: Any) -> None:
     p.add_argument(
-        "-n", "--max-tokens", type=values.positive, metavar="N", help="limit of a reply (default: the context)"
+        "-n",
+        "--predict",
+        "--n-predict",
+        "--max-tokens",
+        dest="max_tokens",
+        type=values.positive,
+        metavar="N",
+        help="limit of a reply (default: the context)",
     )
 
 
 def parallel(p: Any) -> None:
     p.add_argument(
+        "-np",
         "--parallel",
         type=values.positive,
         metavar="N",
@@ -334,10 +362,12 @@ def window(p: Any) -> None:
 
 
 def model(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
-    p.add_argument("-m", "--model", default=DEFAULT_MODEL, metavar="MODEL", help=f"{MODEL_HELP} (default: demo)")
+    p.add_argument("-m", "-hf", "--model", default=DEFAULT_MODEL, metavar="MODEL", help=f"{MODEL_HELP} (default: demo)")
     p.add_argument(
         "-c",
+        "--ctx-size",
         "--ctx",
+        dest="ctx",
         type=values.tokens,
         metavar="N",
         help="most tokens of prompt and reply together (default: as trained; on CUDA at most what fits)",
@@ -369,7 +399,7 @@ def backend(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
 
 
 def draft(p: Any, help: str) -> None:
-    p.add_argument("--draft", metavar="DRAFT", help=help)
+    p.add_argument("-md", "--model-draft", "--draft", dest="draft", metavar="DRAFT", help=help)
     p.add_argument(
         "--draft-device",
         type=values.count,

@@ -171,7 +171,8 @@ class LLM:
         return open_prefixes(model, checkpoints, options, facts)
 
     def __repr__(self) -> str:
-        return f"<LLM {self.path.name}: {self.architecture} on {self.backend}, context {self.context}>"
+        closed = "" if self._shut.alive else ", closed"
+        return f"<LLM {self.path.name}: {self.architecture} on {self.backend}, context {self.context}{closed}>"
 
     def _repr_html_(self) -> str:
         facts = {

@@ -19,7 +19,7 @@ def inspect(p: Parser) -> None:
 
 def pack(p: Parser) -> None:
     p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    p.add_argument("out", metavar="OUT", help="name of a new file, such as model.experts")
+    p.add_argument("out", type=values.file, metavar="OUT", help="name of a new file, such as model.experts")
 
 
 def plan(p: Parser) -> None:
@@ -62,7 +62,7 @@ def plan(p: Parser) -> None:
 
 def perplexity(p: Parser) -> None:
     flags.named_model(p)
-    p.add_argument("--text", required=True, metavar="FILE", help="the text, UTF-8")
+    p.add_argument("--text", required=True, type=values.source, metavar="FILE", help="the text, UTF-8; - is stdin")
     p.add_argument(
         "--ctx-window", type=values.count, metavar="N", help="tokens of a window (default: 512, or as trained)"
     )
@@ -74,6 +74,7 @@ def perplexity(p: Parser) -> None:
     r.add_argument("--reference-file", metavar="FILE", help="compare with a file of --save-reference")
     r.add_argument(
         "--save-reference",
+        type=values.file,
         metavar="FILE",
         help="save the log-probabilities: two bytes per scored token and vocabulary entry",
     )
@@ -107,7 +108,7 @@ def fit(p: Parser) -> None:
 
 def quantize(p: Parser) -> None:
     p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    p.add_argument("out", nargs="?", metavar="OUT", help="a new .gguf file, or a new MLX folder")
+    p.add_argument("out", nargs="?", type=values.file, metavar="OUT", help="a new .gguf file, or a new MLX folder")
     p.add_argument("--bits", type=values.count, metavar="N", help="for an MLX folder: 2, 3, 4, 5, 6 or 8 (default: 4)")
     p.add_argument(
         "--group-size",
@@ -146,14 +147,14 @@ def quantize(p: Parser) -> None:
     )
     s = p.add_argument_group("sensitivity: quantize one kind of matrix at a time, in memory, and write nothing")
     s.add_argument("--sensitivity", action="store_true", help="print the loss (KL divergence) by kind of matrix")
-    s.add_argument("--text", metavar="FILE", help="the text to measure it on, UTF-8")
+    s.add_argument("--text", type=values.source, metavar="FILE", help="the text to measure it on, UTF-8; - is stdin")
     s.add_argument(
         "--ctx-window", type=values.positive, metavar="N", help="tokens of a window (default: 512, or as trained)"
     )
     s.add_argument(
         "--max-tokens", type=values.positive, metavar="N", help="read the first N tokens of the text (default: all)"
     )
-    s.add_argument("--plot", metavar="FILE", help="also draw the table as an SVG file")
+    s.add_argument("--plot", type=values.file, metavar="FILE", help="also draw the table as an SVG file")
     s.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
 
 
@@ -177,8 +178,9 @@ def calibrate(p: Parser) -> None:
     p.add_argument(
         "--text",
         required=True,
+        type=values.source,
         metavar="FILE",
-        help='a text in UTF-8, or prompts: a .jsonl file of {"prompt": text} lines',
+        help='a text in UTF-8, or prompts: a .jsonl file of {"prompt": text} lines; - is a text on stdin',
     )
     p.add_argument(
         "--prompts",
@@ -222,4 +224,6 @@ def selftest(p: Parser) -> None:
     p.add_argument(
         "-m", "--model", metavar="MODEL", help=f"the model of the short bench: {MODEL_HELP} (default: the demo model)"
     )
-    p.add_argument("--out", metavar="FILE", help="default: bimetal-selftest-OS-CHIP-DATE.md in this folder")
+    p.add_argument(
+        "--out", type=values.file, metavar="FILE", help="default: bimetal-selftest-OS-CHIP-DATE.md in this folder"
+    )

@@ -34,7 +34,7 @@ def reply_markdown(text: str, reasoning: str, calls: Sequence[str], finish_reaso
     parts += [_block(call) for call in calls]
     figures = [
         finish_reason,
-        f"{counted(stats.new_tokens, 'token')} at {stats.decode_tps:.1f} tok/s",
+        counted(stats.new_tokens, "token") + (f" at {stats.decode_tps:.1f} tok/s" if stats.is_timed else ""),
         f"first token in {stats.prefill_seconds:.2f} s",
     ]
     if stats.accepted is not None:

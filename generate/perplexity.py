@@ -118,8 +118,8 @@ def _reference(
                 (i for i, (a, b) in enumerate(zip(ids, theirs, strict=False)) if a != b), min(len(ids), len(theirs))
             )
             raise BimetalError(
-                f"{path} has another tokenizer than the model: it reads {len(theirs)} tokens instead of {len(ids)} in "
-                f"the text, and token {at} is the first to differ"
+                f"{path} has another tokenizer than the model: it reads {counted(len(theirs), 'token')} instead of "
+                f"{len(ids)} in the text, and token {at} is the first to differ"
             )
         return path.name, score(other, windows)
     return None, None

@@ -2,20 +2,23 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from common.errors import UsageError
+from common.errors import BimetalError, UsageError
 from common.tokenizer import Tokenizer
 from generate.interrupts import INTERRUPTED
 from generate.llm import LLM
+from generate.perplexity import read_text
 from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show, tell_sampling
 
 MOST_READ = 1 << 27  # characters of a prompt on stdin, which may never end
 
 
 def run(args: argparse.Namespace) -> int:
-    prompt = args.prompt if args.prompt is not None else _stdin()
+    prompt = _prompt(args)
     with LLM(args.model, args.load, partial(check_template, args)) as llm:
         if args.raw or llm.tokenizer.chat_template is None:
             start = partial(llm.stream, prompt)
@@ -55,19 +58,45 @@ def system_message(text: str | None) -> list[dict[str, Any]]:
     return [] if text is None else [{"role": "system", "content": text}]
 
 
-def check_utf8(text: str, what: str) -> str:
-    """`text` of stdin; raises UsageError where bytes of it, which come as half surrogate pairs, are not UTF-8."""
+class UndecodableError(BimetalError):
+    """Bytes of stdin that its encoding refuses as a whole: what follows them cannot be read either."""
+
+
+def decoded(read: Callable[[], str], what: str) -> str:
+    """Return the text of stdin that `read` returns, named `what` in errors.
+
+    Raises BimetalError where bytes of it, which come as half surrogate pairs, are not UTF-8, and UndecodableError where
+    an encoding without place for such bytes, as UTF-16, refuses them.
+    """
+    try:
+        text = read()
+    except UnicodeError as error:
+        why = error.reason if isinstance(error, UnicodeDecodeError) else error
+        encoding = f"{sys.stdin.encoding.upper()}, the encoding that PYTHONIOENCODING or the locale gives stdin"
+        raise UndecodableError(f"{what} is not {encoding}: {why}") from None
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{what} is not UTF-8 at character {error.start + 1}") from None
+        raise BimetalError(f"{what} is not UTF-8 at character {error.start + 1}") from None
+    return text
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    """Return the text of --prompt, of the file of --file, or of stdin; raises BimetalError."""
+    if args.prompt is not None:
+        return str(args.prompt)
+    if args.file is None:
+        return _stdin()
+    text = read_text(Path(args.file))
+    if not text:
+        raise UsageError(f"{args.file} is empty; a prompt must have at least one character")
     return text
 
 
 def _stdin() -> str:
-    prompt = sys.stdin.read(MOST_READ + 1)
+    prompt = decoded(lambda: sys.stdin.read(MOST_READ + 1), "the prompt on stdin")
     if len(prompt) > MOST_READ:
         raise UsageError(f"the prompt on stdin has more than {MOST_READ} characters, which is the most supported")
     if not prompt:
         raise UsageError("the prompt on stdin is empty; it must have at least one character, or give --prompt TEXT")
-    return check_utf8(prompt, "the prompt on stdin")
+    return prompt

@@ -51,8 +51,10 @@ def serve(p: Parser) -> None:
 
 
 def batch(p: Parser) -> None:
-    p.add_argument("requests", metavar="IN", help="requests, a JSON object per line")
-    p.add_argument("answers", metavar="OUT", help="answers, a JSON object per line; existing answers are kept")
+    p.add_argument("requests", type=values.file, metavar="IN", help="requests, a JSON object per line")
+    p.add_argument(
+        "answers", type=values.file, metavar="OUT", help="answers, a JSON object per line; existing answers are kept"
+    )
     flags.model(p)
     flags.parallel(p)
     flags.cache(p)

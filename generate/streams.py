@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.amounts import counted
 from common.pieces import Logprob, Piece, Stats
 from generate.notebook import reply_markdown
 from generate.owner_thread import OwnerThread
@@ -67,6 +68,10 @@ class _Collected:
 
     def __del__(self) -> None:
         self._cancel.set()
+
+    def __repr__(self) -> str:
+        state = self.finish_reason or "not finished"
+        return f"<{type(self).__name__}: {counted(len(self.tokens), 'token')} read, {state}>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a reply that is being written cannot be copied or pickled; read it to the end with reply()")

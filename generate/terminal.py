@@ -106,18 +106,21 @@ class Waiting:
 
 
 def figures(stats: Stats) -> str:
-    """The stats of a reply in two lines; more where decoding was speculative, or experts were streamed."""
+    """The stats of a reply in two lines; more where decoding was speculative, or experts were streamed.
+
+    A reply of a few tokens has no speed of decoding.
+    """
     read = stats.prompt_tokens - stats.cached_tokens
     cached = f" (and {stats.cached_tokens} kept from before)" if stats.cached_tokens else ""
     if stats.matched_tokens > stats.cached_tokens:
         cached += (
             f" ({stats.matched_tokens} begin an earlier text; no state was kept after the first {stats.cached_tokens})"
         )
+    speed = f", {stats.decode_tps:.1f} tok/s, {stats.gb_per_s:.2f} GB/s of weights" if stats.is_timed else ""
     text = (
         f"prefill {counted(read, 'token')}{cached}, {stats.prefill_tps:.1f} tok/s, "
         f"first token in {stats.prefill_seconds:.3f} s\n"
-        f"decode {counted(stats.new_tokens, 'token')}, {stats.decode_tps:.1f} tok/s, "
-        f"{stats.gb_per_s:.2f} GB/s of weights; "
+        f"decode {counted(stats.new_tokens, 'token')}{speed}; "
         f"state {stats.state_bytes / 2**20:.1f} MiB, peak memory {stats.peak_bytes / 2**20:.0f} MiB"
     )
     if stats.experts is not None:
@@ -132,7 +135,7 @@ def speculation_figures(stats: Stats) -> str:
     accepted = stats.accepted
     assert accepted is not None
     steps = max(accepted.steps, 1)
-    against = f", {stats.speedup:.2f} x plain decoding" if stats.speedup else ""
+    against = f", {stats.speedup:.2f} x plain decoding" if stats.speedup and stats.is_timed else ""
     positions = " ".join(f"{share:.0%}" for share in accepted.by_position)
     phases = ", ".join(f"{name} {1e3 * seconds / steps:.2f}" for name, seconds in accepted.seconds.items())
     return (

@@ -47,6 +47,18 @@ def words(text: str) -> str:
         raise argparse.ArgumentTypeError(f"is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
+def source(text: str) -> str:
+    """The name of a file to read once; "-" is stdin."""
+    return "/dev/stdin" if text == "-" else text
+
+
+def file(text: str) -> str:
+    """The name of a file that cannot be stdin or stdout."""
+    if text == "-":
+        raise argparse.ArgumentTypeError("'-' is not supported; give the name of a file")
+    return text
+
+
 def stop(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("a stop string is empty; each must have at least one character")

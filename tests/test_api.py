@@ -55,6 +55,18 @@ def test_generate_gives_text_tokens_reason_and_stats(llm):
     assert reply.stats.decode_tps > 0
 
 
+def test_what_a_notebook_shows_of_objects(folder):
+    """A stream and a tokenizer were shown by their addresses, and a closed model as an open one."""
+    with generate.load(folder, backend="numpy") as llm:
+        stream = llm.stream("hello", max_tokens=2)
+        assert repr(stream) == "<Stream: 0 tokens read, not finished>"
+        stream.reply()
+        assert repr(stream) == "<Stream: 2 tokens read, length>"
+        assert repr(llm.tokenizer) == f"<Tokenizer: {llm.tokenizer.vocab_size} tokens>"
+        assert not repr(llm).endswith(", closed>")
+    assert repr(llm).endswith(", closed>")
+
+
 def test_text_and_its_ids_are_the_same_prompt(llm):
     assert (
         llm.generate("hello", max_tokens=8).tokens == llm.generate(llm.tokenizer.encode("hello"), max_tokens=8).tokens

@@ -273,6 +273,7 @@ def test_the_callers_messages_are_left_alone():
     [
         ({"content": "Hi"}, "message 0 is .* not an object with a role"),
         ("Hi", "message 0 is 'Hi', not an object with a role"),
+        ({"role": "user", "text": "Hi"}, r"message 0 has no content; its keys are \['role', 'text'\]"),
         ({"role": "user", "content": 7}, "message 0 has content of type int"),
         ({"role": "user", "content": {"text": "Hi"}}, "message 0 has content of type dict"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "message 0 has a part of type 'image_url'; only text"),

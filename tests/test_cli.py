@@ -72,12 +72,51 @@ def test_stdin_is_the_prompt(run):
     assert run("-n", "8", stdin="hi")[1] == run("--prompt", "hi", "-n", "8")[1]
 
 
+def test_a_prompt_in_a_file(run, tmp_path):
+    (tmp_path / "text").write_text("hi")
+    expected = run("--prompt", "hi", "-n", "8")[1]
+    assert run("-f", str(tmp_path / "text"), "-n", "8") == (0, expected, "")
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "binary").write_bytes(b"caf\xe9")
+    for code, argv, message in (
+        (1, ["-f", str(tmp_path / "no")], f"{tmp_path / 'no'}: No such file or directory"),
+        (1, ["-f", str(tmp_path / "binary")], f"{tmp_path / 'binary'} is not UTF-8: unexpected end of data at byte 3"),
+        (2, ["-f", str(tmp_path / "empty")], f"{tmp_path / 'empty'} is empty; a prompt must have at least one"),
+        (2, ["-f", "a", "-p", "a"], "--prompt and --file exclude each other; either gives the prompt"),
+        (2, ["-f", "a", "--chat"], "--chat and --file exclude each other; in a chat the prompt is typed"),
+    ):
+        got, out, err = run(*argv)
+        assert (got, out, err.count("\n")) == (code, "", 1), err
+        assert err.startswith(f"error: {message}")
+
+
+def test_flags_have_the_names_of_llama_cpp():
+    short = parse(["-hf", "a/b", "--ctx-size", "64", "-n", "4", "-s", "1", "-md", "demo", "-sys", "Brief.", "-p", "hi"])
+    words = ["-m", "a/b", "--ctx", "64", "--predict", "4", "--seed", "1", "--draft", "demo", "--system", "Brief."]
+    assert vars(short) == vars(parse([*words, "--prompt", "hi"]))
+    assert parse(["-cnv"]).command == "chat"
+    assert parse(["serve", "-np", "2"]).load.parallel == 2
+
+
 def test_stdin_that_is_not_utf_8(folder):
     process = start("--model", folder, "--backend", "numpy", stdin=subprocess.PIPE)
     out, err = process.communicate(b"caf\xe9", timeout=30)
-    assert (process.returncode, out) == (2, b"")
+    assert (process.returncode, out) == (1, b"")
     assert err == b"error: the prompt on stdin is not UTF-8 at character 4\n"
-    assert err.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("flags", [(), ("--chat",)])
+@pytest.mark.parametrize(
+    ("encoding", "why"), [("utf-16", "UTF-16 stream does not start with BOM"), ("utf-16-le", "truncated data")]
+)
+def test_stdin_that_its_encoding_refuses(folder, monkeypatch, flags, encoding, why):
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    process = start("--model", folder, "--backend", "numpy", *flags, stdin=subprocess.PIPE)
+    _, err = process.communicate(b"hello", timeout=30)
+    what = "message" if flags else "prompt on stdin"
+    given = f"{encoding.upper()}, the encoding that PYTHONIOENCODING or the locale gives stdin"
+    assert err.decode(encoding) == f"error: the {what} is not {given}: {why}\n"
+    assert process.returncode == 1
 
 
 def test_raw_sends_no_template(run):
@@ -116,13 +155,23 @@ def test_seed_and_stop(run):
         (["--max-tokens", "-3"], "'-3' is not a whole number of at least 1"),
         (["--ctx", "0"], "--ctx: '0' is not a whole number of at least 1"),
         (["--stop", ""], "a stop string is empty"),
+        (
+            ["--stop", "-x"],
+            "--stop: expected one argument; a value that begins with - goes after =, as in --stop=-x; see",
+        ),
+        (["--memory", "-1GB"], "memory is '-1GB'; it must be bytes, or an amount of memory such as '8GB'"),
+        (["--split", "-1,2"], "split is [-1.0, 2.0]; it must be proportions above 0"),
+        (["--frequency-penalty", "-inf"], "frequency_penalty is -inf; it must be a finite number"),
+        (["-ngl", "99"], "unrecognized arguments: -ngl; see"),
+        (["-t", "4"], "unrecognized arguments: -t; see"),
+        (["-no-cnv"], "unrecognized arguments: -no-cnv; see"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--chat"], "--chat and --prompt exclude each other"),
         (["--raw", "--system", "x"], "--system and --raw exclude each other"),
         (["--raw", "--parse-special"], "--parse-special and --raw exclude each other"),
         (["--cache-disk", "1GB"], "cache_disk goes with cache_dir, which is not given"),
         (["--prompt", "again"], "argument -p/--prompt: is given more than once"),
-        (["--seed", "1", "--seed", "1"], "argument --seed: is given more than once"),
+        (["--seed", "1", "--seed", "1"], "argument -s/--seed: is given more than once"),
         (["--temperature=--"], "--temperature has the value '--'"),
         (["--temperature", "nan"], "temperature is nan"),
         (["--tree-budget", "136"], "'136' is neither auto nor a whole number from 1 to 135"),
@@ -145,6 +194,26 @@ def test_bad_flags_exit_with_2_and_one_sentence(run, argv, message, monkeypatch)
     assert message in err
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        (["batch", "-", "out"], "IN"),
+        (["batch", "in", "-"], "OUT"),
+        (["pack", "demo", "-"], "OUT"),
+        (["quantize", "demo", "-"], "OUT"),
+        (["quantize", "demo", "--sensitivity", "--text", "in", "--plot", "-"], "--plot"),
+        (["perplexity", "demo", "--text", "in", "--save-reference", "-"], "--save-reference"),
+        (["bench", "--log", "-"], "--log"),
+        (["selftest", "--out", "-"], "--out"),
+        (["--spark", "--expert-profile", "-"], "--expert-profile"),
+    ],
+)
+def test_files_that_stdin_and_stdout_cannot_be(capsys, argv, name):
+    """A file of the name "-" was made."""
+    assert main(argv) == 2
+    assert f"argument {name}: '-' is not supported; give the name of a file; see" in capsys.readouterr().err
 
 
 def test_an_empty_prompt(run):
@@ -176,7 +245,7 @@ def test_an_empty_prompt(run):
         (["bench", "--rows", "0"], 2, "--rows: '0' is not a whole number of at least 1"),
         (["bench", "--contexts", "many"], 2, "'many' is not a whole number"),
         (["inspect", "demo", "--kv-sinks", "3"], 2, "kv_sinks goes with kv, cache_type_k or cache_type_v"),
-        (["bench", "--nonsense", "x"], 2, "unrecognized arguments: --nonsense x; see python -m generate bench --help"),
+        (["bench", "--nonsense", "x"], 2, "unrecognized arguments: --nonsense; see python -m generate bench --help"),
         (
             ["quantize", "demo", "--bits", "4", "a", "b"],
             2,
@@ -451,7 +520,7 @@ def test_what_a_chat_says_of_files_and_thinking(run, tmp_path):
     stdin = f"hello\n/save {missing}\n/set think on\n/set think default\n/set temperature 0\n/reset\n/save {file}\n"
     code, out, err = run("--chat", "-n", "1", "--stats", stdin=stdin)
     assert code == 0
-    assert "decode 1 token, " in err
+    assert "decode 1 token; " in err
     said = [line for line in err.splitlines() if line.startswith("error")]
     assert said == [
         f"error: {missing}: No such file or directory",

@@ -121,10 +121,39 @@ def test_calls_of_a_model_that_writes_nonsense_are_calls(nonsense, syntax, seed)
 def test_a_grammar_that_is_none_is_refused(nonsense):
     guide_of(nonsense, reply_grammar({}, ""))
     for schema in ({"type": "frob"}, {"$ref": "http://elsewhere/"}, {"type": "string", "pattern": "(?=a)b"}):
-        with pytest.raises(UsageError, match="grammar is not supported"):
+        with pytest.raises(UsageError, match=r"^the JSON schema of the reply is not supported: .*$"):
             guide_of(nonsense, reply_grammar(schema, ""))
     with pytest.raises(UsageError, match="no syntax of tool calls"):
         call_rules(find_syntax("<tool_call> arguments"), {}, nonsense.tokenizer, False)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"properties": {"a/b": {"items": {"type": "frob"}}}}, "at #/properties/a~1b/items: Invalid type: frob"),
+        ({"anyOf": [{}, {"if": {"type": "string"}}]}, 'at #/anyOf/1: Unimplemented keys: ["if"]'),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"enum": []}}}, "at #/properties/a: Unsatis"),
+        ({"properties": {"a": {"pattern": "("}}}, "at #/properties/a: regex parse error: unclosed group"),
+        ({"properties": {"a": {"$ref": "#/b"}}}, "at #/properties/a: Pointer '/b' does not exist"),
+    ],
+)
+def test_a_schema_is_refused_in_one_sentence_with_the_place(nonsense, schema, words):
+    """llguidance shows the grammar that we made of it, in several lines."""
+    with pytest.raises(UsageError) as refused:
+        guide_of(nonsense, reply_grammar(schema, ""))
+    assert str(refused.value).startswith(f"the JSON schema of the reply is not supported {words}")
+    assert "\n" not in str(refused.value)
+    assert "guidance" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("syntax", "words"),
+    [(HERMES, "the tool f is not supported at #/properties/p"), (GLM, "a tool's parameter p is not")],
+)
+def test_a_schema_of_a_tool_is_refused_by_name(nonsense, syntax, words):
+    tool = {"type": "object", "properties": {"p": {"type": "frob"}}}
+    with pytest.raises(UsageError, match=f"^the JSON schema of {words}.*: Invalid type: frob$"):
+        guide_of(nonsense, reply_grammar(None, call_rules(syntax, {"f": tool}, nonsense.tokenizer, False)))
 
 
 def test_definitions_that_each_parameter_repeats_are_bounded(nonsense):

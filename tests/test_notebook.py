@@ -71,6 +71,8 @@ def test_a_reply_folds_its_reasoning_and_ends_with_figures():
         "\n<pre><code>weather({&quot;city&quot;: &quot;Ulm&quot;})</code></pre>\n\n\n"
         "<sub>stop · 33 tokens at 16.0 tok/s · first token in 0.25 s</sub>"
     )
+    short = Reply("Yes.", [1], "stop", Stats(9, 0, 1, 0.25, 2.0, 0, 0, 0), [])
+    assert short._repr_markdown_() == "Yes.\n\n<sub>stop · 1 token · first token in 0.25 s</sub>"
     fast = Reply("Yes.", [1], "stop", Stats(9, 0, 33, 0.25, 2.0, 0, 0, 0, accepted=DecodeStats()), [])
     assert "tokens per step</sub>" in fast._repr_markdown_()
 

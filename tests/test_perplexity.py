@@ -1,6 +1,8 @@
 """Perplexity and agreement: by hand on made-up models, against llama.cpp on a real one, and as a command."""
 
 import json
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,8 @@ from common import perplexity
 from common.errors import BimetalError
 from common.perplexity import CODE_NATS, check_saved, cut_windows, measure, open_saved, save, score, scored_targets
 from generate.__main__ import main
+
+ROOT = Path(__file__).parents[1]
 
 VOCAB = 5
 
@@ -260,6 +264,15 @@ def test_the_command_prints_the_figures(run, folder, text):
     assert (figures["scored"], fewer["scored"]) == (60, 30)
 
 
+def test_a_text_on_stdin(run, folder, text):
+    words = ("--ctx-window", "32", "--json", "--backend", "numpy")
+    command = [sys.executable, "-m", "generate", "perplexity", folder, "--text", "-", *words]
+    piped = subprocess.run(command, cwd=ROOT, input=Path(text).read_bytes(), stdout=subprocess.PIPE, check=True)
+    found = json.loads(piped.stdout)
+    assert found | {"text": text} == json.loads(run(folder, "--text", text, "--ctx-window", "32", "--json")[1])
+    assert found["text"] == "/dev/stdin"
+
+
 def test_the_default_window_is_as_long_as_the_model_was_trained_for(run, folder, tmp_path):
     """A window of 512 that nobody had asked for was refused."""
     (tmp_path / "long").write_text("It was the best of times. " * 12)
@@ -299,6 +312,7 @@ def test_what_cannot_be_compared_or_read(run, folder, text, tmp_path):
         (1, [folder, "--text", str(tmp_path / "absent")], "No such file"),
         (1, [folder, "--text", str(binary)], "is not UTF-8: invalid start byte at byte 2"),
         (1, [folder, "--text", text, "--ctx-window", "200"], "the text has 159 tokens, and one window takes 200"),
+        (1, [folder, *words, "--max-tokens", "1"], "the text has 1 token, and one window takes 32; give a longer"),
         (1, [folder, *words, "--max-tokens", "64", "--reference-file", str(kept)], "has 4 windows of 32 tokens"),
         (1, [folder, *words, "--reference-file", text], "is cut short or is not a safetensors file"),
         (1, [str(tmp_path / "no"), *words], "no"),

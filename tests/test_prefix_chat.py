@@ -209,6 +209,12 @@ def test_figures_name_what_was_not_kept():
     assert "earlier text" not in figures(replace(stats, matched_tokens=100))
 
 
+def test_figures_of_a_few_tokens_have_no_speed():
+    stats = Stats(500, 0, 4, 1.0, 1.0, 0, 0, 0)
+    assert "decode 4 tokens; state 0.0 MiB" in figures(stats)
+    assert "decode 5 tokens, 4.0 tok/s, 0.00 GB/s of weights; state" in figures(replace(stats, new_tokens=5))
+
+
 def test_what_changes_bits_changes_the_fingerprint(tmp_path):
     from common.checkpoint import open_checkpoint
     from common.kv_cache import CacheOptions

@@ -13,6 +13,7 @@ from itertools import product
 
 import numpy as np
 
+from common.amounts import counted
 from common.decode.alone import run_alone
 from common.decode.run import DecoderRun, WedlmStats
 from common.decoders import Speculation, WedlmOptions
@@ -86,7 +87,8 @@ def cut_prompts(ids: Sequence[int], size: int, most: int) -> list[list[int]]:
     """Cut at most `most` prompts of `size` tokens, evenly spread, from a text. Raises UsageError for a shorter text."""
     count = len(ids) // size
     if not count:
-        raise UsageError(f"the text has {len(ids)} tokens, and one prompt takes {size}; give more text or less")
+        held = counted(len(ids), "token")
+        raise UsageError(f"the text has {held}, and one prompt takes {size}; give a longer text or shorter prompts")
     chosen = np.linspace(0, count - 1, min(count, most)).round().astype(int)
     return [list(ids[at * size : (at + 1) * size]) for at in chosen]
 

@@ -11,7 +11,7 @@ from generate.server.chat import MOST_CHOICES, MOST_LOGPROBS, bias, refuse_gramm
 from generate.server.errors import ApiError, envelope
 from generate.server.events import Echo, Event, Failed, Finish, Text, Usage, Whole, total
 from generate.server.facts import Facts
-from generate.server.fields import Fields, priority, sampling, stops
+from generate.server.fields import Fields, predicted, priority, sampling, stops
 from generate.server.task import Task
 from generate.server.wire import Frame, Parsed, finite, new_id, now, openai_usage, sse, timings, token_text
 
@@ -36,7 +36,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     fields.text("model")
     prompts = _prompts(fields)
     options = sampling(fields) | stops(fields, "stop") | priority(fields) | bias(fields, facts)
-    tokens = fields.take("max_tokens", whole(0))
+    tokens = fields.take("max_tokens", whole(0), predicted(fields))
     logprobs = fields.take("logprobs", whole(0, MOST_LOGPROBS))
     if logprobs is not None:
         options["logprobs"] = logprobs

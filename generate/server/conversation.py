@@ -136,6 +136,8 @@ def _message(fields: Fields) -> Message:
     role = ROLES.get(fields.need("role", TEXT))
     if role is None:
         raise fields.refuse("role", f"it must be one of {', '.join(ROLES)}")
+    if role == "user" and "content" not in fields.values:
+        fields.need("content", TEXT_OR_LIST)
     content = text_of(fields, "content", PARTS)
     if role != "assistant":
         message: Message = {"role": role, "content": content or ""}

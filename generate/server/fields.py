@@ -34,6 +34,7 @@ def _list(value: Any) -> list[Any]:
 
 
 TEXT, OBJECT, LIST = Rule("text", _text), Rule("an object", _object), Rule("a list", _list)
+FLAG = Rule("true or false", rules.FLAG.convert)  # as JSON writes them
 TEXT_OR_LIST = Rule("text or a list", _list)  # of an entry that is not text
 WHOLE = rules.whole(-(2**63), 2**64 - 1)
 
@@ -99,7 +100,7 @@ class Fields:
         return self.take(key, TEXT, default)
 
     def flag(self, key: str, default: bool | None = None) -> Any:
-        return self.take(key, rules.FLAG, default)
+        return self.take(key, FLAG, default)
 
     def choice(self, key: str, *names: str, default: Any = None) -> Any:
         return self.take(key, rules.one_of(*names), default)
@@ -152,6 +153,14 @@ def sampling(fields: Fields) -> dict[str, Any]:
     if (seed := fields.take("seed", WHOLE)) is not None:
         found["seed"] = seed % 2**64
     return found
+
+
+def predicted(fields: Fields) -> int | None:
+    """The limit of a reply by llama.cpp's name, of which -1 is none; None where there is none."""
+    limit: int | None = fields.take("n_predict", rules.whole(-1))
+    if limit == 0:
+        raise fields.refuse("n_predict", "it must be -1, for no limit, or at least 1")
+    return None if limit == -1 else limit
 
 
 def priority(fields: Fields) -> dict[str, int]:

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Match
 
 from common.errors import BimetalError
 from generate.server.errors import ApiError, dialect_of, envelope, refusal
@@ -93,6 +94,16 @@ def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
+MISSING = {  # the last parts of routes of other servers
+    **dict.fromkeys(("embeddings", "embedding", "embed"), "embeddings are not supported"),
+    **dict.fromkeys(("rerank", "reranking"), "reranking is not supported"),
+    **dict.fromkeys(("transcriptions", "translations", "speech"), "audio is not supported"),
+    **dict.fromkeys(("generations", "edits"), "images are not supported"),
+    "infill": "text in the middle is not supported",
+    "completion": "use /v1/completions",
+}
+
+
 class Guard:
     """The outermost ASGI application."""
 
@@ -150,9 +161,16 @@ class Guard:
 
 def no_route(scope: Message, error: HTTPException) -> ApiError:
     """The refusal of an unknown path or method."""
-    allowed = (error.headers or {}).get("Allow", "")
-    known = f"; it takes {allowed}" if allowed else ""
-    message = f"{scope['method'][:20]} {scope['path'][:100]} is not a route here{known}"
+    allowed, path = (error.headers or {}).get("Allow", ""), scope["path"]
+    tidy = "/" + "/".join(part for part in path.split("/") if part)
+    if allowed:
+        why = f"; it takes {allowed}"
+    elif tidy != path and any(route.matches({**scope, "path": tidy})[0] != Match.NONE for route in scope["app"].routes):
+        why = f"; it is written {tidy}"
+    else:
+        missing = MISSING.get(tidy.rpartition("/")[2])
+        why = f"; {missing}" if missing else ""
+    message = f"{scope['method'][:20]} {path[:100]} is not a route here{why}"
     return ApiError(error.status_code, message, headers={"allow": allowed} if allowed else {})
 
 

@@ -351,6 +351,18 @@ def test_wrong_fields_are_refused_by_name(scripted, fields, param):
     assert error["message"]
 
 
+def test_a_message_without_content_is_refused(scripted):
+    """A misspelled key was a message without a word."""
+    message = ask(scripted, messages=[{"role": "user", "text": "Hi"}]).json()["error"]["message"]
+    assert message == "messages[0].content is missing; it must be text or a list"
+    assert ask(scripted, messages=[{"role": "user", "content": None}]).status_code == 200
+
+
+def test_a_flag_is_refused_in_the_words_of_json(scripted):
+    message = ask(scripted, stream="yes").json()["error"]["message"]
+    assert message == "stream is 'yes'; it must be true or false"
+
+
 def test_unknown_fields_and_models_are_taken(scripted):
     fields = {"model": "gpt-9", "user": "me", "metadata": {"a": 1}, "prompt_cache_key": "k", "store": True, "new": [1]}
     assert ask(scripted, **fields).status_code == 200

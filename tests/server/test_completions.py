@@ -23,6 +23,21 @@ def ask(client, **fields):
     return client.post(URL, json={"prompt": PROMPT, "temperature": 0, **fields})
 
 
+@pytest.mark.parametrize("prompts", [{"prompt": PROMPT}, {"messages": [{"role": "user", "content": "a"}]}])
+def test_n_predict_limits_a_reply(client, prompts):
+    """It was ignored, and a reply went on to the end of the context."""
+    path = "/v1/completions" if "prompt" in prompts else "/v1/chat/completions"
+
+    def finished(**limits):
+        response = client.post(path, json={**prompts, "temperature": 0, **limits})
+        return response.json()["usage"]["completion_tokens"] if response.status_code == 200 else response.text
+
+    assert finished(n_predict=3) == 3
+    assert finished(n_predict=3, max_tokens=2) == 2
+    assert finished(n_predict=-1, max_tokens=2) == 2
+    assert "n_predict is 0; it must be -1, for no limit, or at least 1" in finished(n_predict=0)
+
+
 def test_text_goes_on_as_in_the_python_api(client, demo):
     body = ask(client, max_tokens=8).json()
     assert body["choices"][0]["text"] == demo.generate(PROMPT, temperature=0, max_tokens=8).text

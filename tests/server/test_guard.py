@@ -252,6 +252,24 @@ def test_unknown_routes_and_methods(scripted):
     assert scripted.get("/api/chat").json()["error"].startswith("GET /api/chat is not a route")
 
 
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/v1/embeddings", "embeddings are not supported"),
+        ("/api/embed", "embeddings are not supported"),
+        ("/v1/rerank", "reranking is not supported"),
+        ("/completion", "use /v1/completions"),
+        ("/v1//chat/completions", "it is written /v1/chat/completions"),
+        ("/v1/chat/completions/", "it is written /v1/chat/completions"),
+    ],
+)
+def test_what_clients_of_other_servers_ask_for(scripted, path, why):
+    response = scripted.post(path, json=USER)
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert (error if isinstance(error, str) else error["message"]) == f"POST {path} is not a route here; {why}"
+
+
 def test_a_long_body_is_refused_before_it_is_read(scripted):
     response = scripted.post(CHAT, content=b"{}", headers={"content-length": str(1 << 40)})
     assert response.status_code == 413

@@ -6,6 +6,7 @@ import { blank, exported, imported, read, titled, write } from "/static/store.js
 
 const at = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
+const FEW = 4; // tokens of a reply, of which no speed is shown
 const view = at("messages");
 
 const state = {
@@ -81,7 +82,8 @@ function showFigures(figures) {
   at("context").value = state.context ? used / state.context : 0;
   at("context-text").textContent = state.context ? `${used} / ${state.context}` : "";
   if (!figures) return (at("figures").textContent = "");
-  const parts = [`${figures.reply} tokens`, `${figures.speed.toFixed(1)} tokens/s`];
+  const parts = [`${figures.reply} ${figures.reply === 1 ? "token" : "tokens"}`];
+  if (figures.reply > FEW) parts.push(`${figures.speed.toFixed(1)} tokens/s`);
   if (figures.cached) parts.push(`${figures.cached} of ${figures.prompt} prompt tokens from the cache`);
   if (figures.drafted) parts.push(`${Math.round((100 * figures.accepted) / figures.drafted)} % of the draft's tokens accepted`);
   at("figures").textContent = parts.join(" · ");
