@@ -30,6 +30,7 @@ Kernels and launches
     sources.py            the text of a kernel: its headers and its file
     prototypes.py         the types of a kernel's parameters, read from its text
     launch.py             compiles and launches kernels; streams and captured graphs
+    cubin.py              compiles kernels for compute capability 9.0 alone
     views.py              the structs by which a kernel reads and writes arrays
     layout.py             sizes on which kernels and launchers agree
     card.py, occupancy.py the current GPU; shared memory and registers by compute capability

@@ -32,7 +32,9 @@ from cuda_backend.layout import (
     sums_bytes,
     tail_places,
     takes_64_rows,
+    takes_wide,
     whole_tiles,
+    wide_tiles,
 )
 from cuda_backend.lazy import Lazy, Op, Target
 from cuda_backend.occupancy import Card
@@ -95,38 +97,39 @@ def attention(
         return out
     formats = *format_defines(keys, values), *exact.defines
     ways = windowed(window or 0), f"ALONE={int(step.runs == 1)}"
-    # the kernel for a long past is compiled beside the one that runs, so that no reply waits for it later
+    # kernels for a long past are compiled beside those that run, so that no reply waits for them later
     for each in (replace(step, long_past=True), step):
-        name, sizes, shared, (threads, blocks), ctas = pieces_launch(context.card, kv, each, H // K, exact, window or 0)
-        run = kernel(name, name, (*sizes, *formats, *ways), shared)
-    shares = max(1, ctas * context.card.sms // (K * blocks))
+        launches = pieces_launches(context.card, kv, each, H // K, exact, window or 0)
+        runs = [kernel(x.name, x.name, (*x.defines, *formats, *ways), x.shared) for x in launches]
+    shares = max(1, launches[0].ctas * context.card.sms // (K * launches[0].blocks))
     if window and step.runs == 1:  # the others would find nothing to do
         shares = min(shares, (window + sinks) // SPLIT_TILE + 4 + T)
     pieces = new_pieces(context, kv.store, (T, H), values, shares, (window or 0, sinks))
-    run(
-        (blocks, K, shares),  # those that have work first: one to a multiprocessor
-        (threads,),
-        (
-            q16,
-            keys.record,
-            values.record,
-            H,
-            H // K,
-            step.address,
-            step.positions.address,
-            T,
-            scale * LOG2_E,
-            window or 0,
-            sinks,
-            causal,
-            pieces.trunk,
-            pieces.sums,
-            pieces.stats,
-            exact.record,
-        ),
-        shared_mem=shared,
-        stream=context.stream,
-    )
+    for run, launch in zip(runs, launches, strict=True):
+        run(
+            (launch.blocks, K, shares),  # those that have work first: one to a multiprocessor
+            (launch.threads,),
+            (
+                q16,
+                keys.record,
+                values.record,
+                H,
+                H // K,
+                step.address,
+                step.positions.address,
+                T,
+                scale * LOG2_E,
+                window or 0,
+                sinks,
+                causal,
+                pieces.trunk,
+                pieces.sums,
+                pieces.stats,
+                exact.record,
+            ),
+            shared_mem=launch.shared,
+            stream=context.stream,
+        )
     return combined(context, pieces, (T, H, D), step)
 
 
@@ -151,25 +154,43 @@ def new_pieces(
     return Pieces(most, sums, stats, T, H, wide, 0, *cut, turn_back(values))
 
 
-def pieces_launch(
-    card: Card, kv: KV, step: DeviceStep, group: int, exact: ExactStep, window: int
-) -> tuple[str, tuple[str, ...], int, tuple[int, int], int]:
-    """Choose the kernel that computes pieces, of which each row of the step has `group` query heads of a head of keys.
+class PiecesLaunch(NamedTuple):
+    """A kernel that computes pieces: definitions of its sizes, shared memory in bytes, threads, blocks of rows, CTAs.
 
-    Returns its name, the definitions of its sizes, its shared memory in bytes, the threads of a CTA and the blocks of
-    rows, and the CTAs of a multiprocessor.
+    blocks  into which the rows of all sequences are cut, at most
+    ctas    of a multiprocessor
     """
+
+    name: str
+    defines: tuple[str, ...]
+    shared: int
+    threads: int
+    blocks: int
+    ctas: int
+
+
+def pieces_launches(
+    card: Card, kv: KV, step: DeviceStep, group: int, exact: ExactStep, window: int
+) -> list[PiecesLaunch]:
+    """Choose the kernels that compute pieces; each row of the step has `group` query heads of a head of keys."""
     keys, values, T = kv.keys, kv.values, step.T
     cache = packed_bytes(keys, values), bool(exact.defines)
     if (T == 1 or step.one_row_each) and one_row_reads(keys, values, group, window):
-        sizes, shared, ctas = one_row_tiles(card, keys.width, *cache)
+        defines, shared, ctas = one_row_tiles(card, keys.width, *cache)
         if ctas:
-            return "one_row", sizes, shared, (128, T), ctas
-    rows = split_rows(card, keys.width, T * group, *cache)
-    if step.long_past and not window and takes_64_rows(card, keys.width, T * group // step.runs, *cache):
+            return [PiecesLaunch("one_row", defines, shared, 128, T, ctas)]
+    rows, of_run = split_rows(card, keys.width, T * group, *cache), T * group // step.runs
+    is_long = step.long_past and not window
+    if is_long and takes_64_rows(card, keys.width, of_run, *cache):
         rows = 64
-    sizes, shared, ctas = split_tiles(card, keys.width, rows, *cache)
-    return "split", sizes, shared, (8 * rows // blocks_of_warp(rows), row_blocks(T, step.runs, group, rows)), ctas
+    defines, shared, ctas = split_tiles(card, keys.width, rows, *cache)
+    blocks = row_blocks(T, step.runs, group, rows)
+    split = PiecesLaunch("split", defines, shared, 8 * rows // blocks_of_warp(rows), blocks, ctas)
+    if not is_long or any(cache) or not takes_wide(card, keys.width, of_run):
+        return [split]
+    defines, shared, of_cta = wide_tiles(card, keys.width, of_run)
+    wide = PiecesLaunch("wide", defines, shared, 512, row_blocks(T, step.runs, group, of_cta), 1)
+    return [wide, split._replace(defines=(*split.defines, "TAILS=1"))]
 
 
 def one_row_reads(keys: Plane, values: Plane, group: int, window: int) -> bool:

@@ -10,9 +10,10 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
+from cuda_backend import cubin
 from cuda_backend.background_copies import BackgroundCopies
 from cuda_backend.prototypes import prototypes, type_of
-from cuda_backend.sources import OPTIONS, source
+from cuda_backend.sources import ARCHITECTURES, OPTIONS, source
 from cuda_backend.staged import StagedCopies
 
 
@@ -207,4 +208,6 @@ def no_compiler(error: Exception) -> BimetalError | None:
 
 @cache
 def _module(device: int, stem: str, defines: tuple[str, ...], second: tuple[str, ...]) -> Any:
+    if stem in ARCHITECTURES:
+        return cubin.module(source(stem), defines, ARCHITECTURES[stem])
     return cupy.RawModule(code=source(stem, second), options=(*OPTIONS, *(f"-D{d}" for d in defines)))

@@ -35,6 +35,7 @@ FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 TOGETHER = ("Q4_K", "Q6_K"), ("Q5_K", "Q6_K")  # types of adjacent matrices in one launch, as llama.cpp mixes them
 COLS = (1, 8, 16, 24, 32, 40, 48, 64, 72)  # rows of x that one `linear` kernel takes
 SPLIT_TILE = 64  # positions of a tile of kernels/split.cu
+WIDE_GROUPS = 16, 32, 48  # rows of a warp group of kernels/wide.cu
 ONE_ROW_CODES = {"q4_0", "q8_0", "lm2", "lm3", "lm4", "tq3_0"}  # that kernels/one_row.cu decodes
 LATENT_ROWS = 32  # of a CTA of kernels/latent.cu
 EXPANDED = 8192  # latents that prefill expands to keys and values at a time; a multiple of a tile
@@ -298,6 +299,22 @@ def takes_64_rows(card: Card, width: int, rows: int, packed: int = 0, exact: boo
         return split_tiles(card, width, 64, packed, exact)[2] == 2
     except BimetalError:
         return False
+
+
+def wide_tiles(card: Card, width: int, rows: int) -> tuple[tuple[str, ...], int, int]:
+    """Definitions of kernels/wide.cu for `rows` rows per head of keys, bytes of its shared memory, rows of a CTA."""
+    blocks = -(-rows // (3 * WIDE_GROUPS[-1]))
+    each = next(n for n in WIDE_GROUPS if 3 * n * blocks >= rows)
+    fixed, tile = 3 * each * 2 * (width + SPLIT_TILE), SPLIT_TILE * width * 2
+    stages = min(8, (card.block_shared - 8192 - fixed) // tile)  # the kernel declares some itself
+    sizes = f"D={width}", f"ROWS_EACH={each}", f"STAGES={stages}"
+    return sizes, fixed + stages * (tile + 16), 3 * each
+
+
+def takes_wide(card: Card, width: int, rows: int) -> bool:
+    """Test whether kernels/wide.cu is faster than split.cu for `rows` rows per head of keys: a long past in float16."""
+    fewest = {128: 96, 256: 24}
+    return card.capability == 90 and width in fewest and rows >= fewest[width]
 
 
 def whole_tiles(card: Card, width: int) -> tuple[tuple[str, ...], int]:

@@ -6,10 +6,11 @@ from pathlib import Path
 from cuda_backend.layout import UNITS
 
 KERNELS = Path(__file__).with_name("kernels")
+ARCHITECTURES = {"wide": "sm_90a"}  # kernels whose instructions one compute capability alone has
 OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in whichever kernel it is compiled
 HEADERS = (  # each header, and the kernels that need it, all of them after prelude.cuh
     ("tile.cuh", ("experts", "single", "repack", "expand")),
-    ("flash.cuh", ("attention", "split", "one_row", "latent", "pieces")),
+    ("flash.cuh", ("attention", "split", "wide", "one_row", "latent", "pieces")),
     ("keys.cuh", ("sample", "draw", "top_k", "entropy")),
     (
         "plane.cuh",
@@ -17,6 +18,7 @@ HEADERS = (  # each header, and the kernels that need it, all of them after prel
             "attention",
             "choose_blocks",
             "split",
+            "wide",
             "one_row",
             "latent",
             "copy_rows",
@@ -25,13 +27,14 @@ HEADERS = (  # each header, and the kernels that need it, all of them after prel
             "calibrate",
         ),
     ),
-    ("exact.cuh", ("attention", "split", "one_row", "latent", "heads_to_cache", "to_cache")),
+    ("exact.cuh", ("attention", "split", "wide", "one_row", "latent", "heads_to_cache", "to_cache")),
     ("formats.cuh", ("attention", "split", "one_row", "latent", "heads_to_cache", "to_cache", "pieces")),
     ("encode.cuh", ("latent", "heads_to_cache", "to_cache")),
     ("decode.cuh", ("attention", "split", "one_row", "latent")),
     ("operands.cuh", ("split", "one_row")),
     ("head.cuh", ("rows", "heads_to_cache")),
-    ("ring.cuh", ("experts", "single")),
+    ("ring.cuh", ("experts", "single", "wide")),
+    ("hopper.cuh", ("wide",)),
     ("product.cuh", ("experts", "single")),
     ("packed.cuh", ("single",)),
     ("convolve.cuh", ("delta", "prepare")),

@@ -4,7 +4,7 @@
 //           (to_cache.cu, heads_to_cache.cu)
 // Out       of every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
 // Build     formats.cuh; D, a multiple of 16 up to 256, of 32 where rows are packed; ROWS of a CTA, 16, 32 or 64; OF_WARP: blocks of 16 rows that a warp computes, 2 for 64 rows, else 1; BUFFERS: tiles of keys or values in shared memory; CTAS of
-//           a multiprocessor; WINDOWED: flash.cuh; ALONE: the step has one sequence, whose share of the CTAs is known; EXACT, of packed rows alone: exact.cuh
+//           a multiprocessor; WINDOWED: flash.cuh; ALONE: the step has one sequence, whose share of the CTAs is known; TAILS: wide.cu computes the tiles of committed positions; EXACT, of packed rows alone: exact.cuh
 // Work      rows are (t, query head of the group), four warps for OF_WARP blocks of 16 of them. Of a tile's products with q a warp takes 16
 //           positions; the probabilities are shared, and it adds a quarter of the values' columns. A CTA keeps its rows
 //           and goes through its share of the pieces, whose tiles arrive ahead of it, committed ones before the kernels
@@ -44,6 +44,9 @@
 #define TILE 64         // positions
 #ifndef OF_WARP
 #define OF_WARP 1
+#endif
+#ifndef TAILS
+#define TAILS 0
 #endif
 #define CTA (ROWS * 8 / OF_WARP)  // threads
 #define LINE (D / 8)    // copies of 16 bytes of a position
@@ -131,7 +134,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 const bool branches = run.branches;
                 planes[0] = rows_of(keys, run.slot, head, KEY_BYTES), planes[1] = rows_of(values, run.slot, head, VALUE_BYTES);
                 pieces.cut(6, mask.past, mask.rows, window, sinks, lowest, min((int)gridDim.z, MOST_SINGLE), trunk);
-                items = part.block * ROWS >= mask.rows * group ? 0 : branches ? pieces.count : pieces.count + pieces.tails;
+                items = part.block * ROWS >= mask.rows * group ? 0 : (TAILS ? 0 : pieces.count) + (branches ? 0 : pieces.tails);
                 jobs = branches ? mask.rows * pieces.tails * parts : 0;
                 ctas = part.shares * part.blocks, first_job = ctas - 1 - (part.share * part.blocks + part.block), past = mask.past;
             }
@@ -172,7 +175,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             const int item = turn * own.shares + (turn % 2 ? own.shares - 1 - own.share : own.share);  // forth and back, for equal shares
             turn++, ahead = NOWHERE;
             if (item >= items || job >= 0) return;
-            const int number = item < pieces.count ? pieces.count - 1 - item : item;  // from the newest on, which are the largest
+            const int number = TAILS ? pieces.count + item : item < pieces.count ? pieces.count - 1 - item : item;  // from the newest on, which are the largest
             ahead = pieces.from(number), stop = pieces.to(number);
             if (EXACT) goes_exact = !has_codes(ahead);
             if (threadIdx.x == 0) place = pieces.place(number), opened = ahead;

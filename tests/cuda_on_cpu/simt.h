@@ -93,7 +93,7 @@ inline unsigned permuted(unsigned low, unsigned high, unsigned select) {
 }
 
 // What kernels/prelude.cuh writes as PTX.
-alignas(256) __shared__ char block_memory[232448];
+alignas(1024) __shared__ char block_memory[232448];
 inline unsigned shared_address(const void* p) { return (unsigned)((const char*)p - block_memory); }
 inline float from_half(unsigned short h) { return (float)bits_as<_Float16>(h); }
 inline unsigned short to_half(float f) { return bits_as<unsigned short>((_Float16)f); }

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import cupy
 import numpy as np
+import pytest
 from cases import array
 
 from common.quants import BLOCKS
@@ -39,6 +40,14 @@ def attend(ops, state, rows, step, window=None):
 
 def on_multiprocessors(context, sms):
     return replace(context, card=replace(context.card, sms=sms))
+
+
+def on_hopper(context):
+    """The context where kernels for compute capability 9.0 alone run: such a GPU, or a CPU."""
+    card = context.card
+    if card.name != "a CPU" and card.capability != 90:
+        pytest.skip(f"a kernel for compute capability 9.0 alone does not run on {card.name}")
+    return replace(context, card=replace(card, capability=90))
 
 
 def poisoned_ops() -> CudaOps:

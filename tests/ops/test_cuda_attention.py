@@ -15,11 +15,11 @@ from common.storage import KVSpec, LatentSpec
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuda_rows import f32, on_multiprocessors, poisoned_ops, rows_on  # noqa: E402
+from cuda_rows import f32, on_hopper, on_multiprocessors, poisoned_ops, rows_on  # noqa: E402
 
 from cuda_backend import replay  # noqa: E402
 from cuda_backend.arrays import Array  # noqa: E402
-from cuda_backend.attention import pieces_launch  # noqa: E402
+from cuda_backend.attention import pieces_launches  # noqa: E402
 from cuda_backend.exact import NO_EXACT  # noqa: E402
 from cuda_backend.layout import takes_64_rows  # noqa: E402
 
@@ -96,6 +96,12 @@ def test_rows_of_trees_are_plain(layer, past, n, ops):
     Attention(ops, *layer).check(past, n)
 
 
+def attend_to(ops, state, rows, step, window=None) -> np.ndarray:
+    ops.context.arena.reset()
+    arrays = [rows_on(ops, x.reshape(len(x), -1)).reshape(x.shape) for x in rows]
+    return ops.read(ops.attention(*arrays, state[0].kv, step, 0.3, window))
+
+
 @pytest.mark.parametrize("lengths", [(300, 5, 64), (1, 700, 1100, 40, 450, 300)], ids=len)
 @pytest.mark.parametrize(("H", "K", "D"), [(8, 2, 64), (6, 2, 128), (6, 1, 256), (9, 1, 128)])
 @pytest.mark.parametrize("cache", ["f16", "window", "q8_0", "lm4"])
@@ -109,9 +115,7 @@ def test_one_row_of_each_sequence(cache, H, K, D, lengths, ops):
     many, alone = [pool.new_state() for _ in lengths], [ops.new_state(spec, 1200) for _ in lengths]
 
     def attend(state, rows, step):
-        ops.context.arena.reset()
-        arrays = [rows_on(ops, x.reshape(len(x), -1)).reshape(x.shape) for x in rows]
-        return ops.read(ops.attention(*arrays, state[0].kv, step, 0.3, window))
+        return attend_to(ops, state, rows, step, window)
 
     def rows_of(n):
         return [random.normal(size=(n, heads, D)).astype(np.float32) for heads in (H, K, K)]
@@ -135,6 +139,39 @@ def test_one_row_of_each_sequence(cache, H, K, D, lengths, ops):
             single = attend(other, [x[i : i + 1] for x in rows], Step.chain(np.zeros(1, np.int32), other.length))
             assert np.array_equal(out[i], single[0]), f"sequence {i}"
             own.commit([0]), other.commit([0])
+
+
+@pytest.mark.parametrize(("H", "K", "D"), [(8, 1, 128), (12, 2, 256)])
+def test_products_of_warp_groups_of_several_sequences(H, K, D, ops, monkeypatch):
+    """Rows of several sequences in a step have the bits of their own sequence alone, some of which are short."""
+    monkeypatch.setattr(replay, "LONG_PAST", 100)
+    monkeypatch.setattr(ops, "context", on_hopper(ops.context))
+    random, lengths, n = np.random.default_rng(5), (300, 5, 192), 12
+    spec = [{"kv": KVSpec(K, D, D)}]
+    pool = ops.new_pool(spec, len(lengths), 400)
+    many, alone = [pool.new_state() for _ in lengths], [ops.new_state(spec, 400) for _ in lengths]
+
+    def rows_of(count):
+        return [2 * random.normal(size=(count, heads, D)).astype(np.float32) for heads in (H, K, K)]
+
+    for own, other, length in zip(many, alone, lengths, strict=True):
+        for start in range(0, length, 64):
+            count = min(64, length - start)
+            rows = rows_of(count)
+            for state in (own, other):
+                step = Step.chain(np.zeros(count, np.int32), start, state.slot)
+                pool.note_step(step) if state is own else None
+                attend_to(ops, pool if state is own else other, rows, step)
+                state.commit(range(count))
+    steps = [Step.chain(np.zeros(n, np.int32), state.length) for state in many]
+    joined = JoinedStep.of(steps, np.repeat(np.arange(3, dtype=np.int32), n), [state.slot for state in many])
+    rows = rows_of(3 * n)
+    pool.note_step(joined)
+    out = attend_to(ops, pool, rows, joined)
+    for i, other in enumerate(alone):
+        own = slice(i * n, i * n + n)
+        single = attend_to(ops, other, [x[own] for x in rows], Step.chain(np.zeros(n, np.int32), other.length))
+        assert np.array_equal(out[own], single), f"sequence {i}"
 
 
 @pytest.mark.parametrize("partials", [(1, 1, 1), (3, 4, 20), (7, 8, 9), (5, 16, 2)])
@@ -185,6 +222,20 @@ def test_rows_of_trees_are_plain_behind_a_long_past(ops, monkeypatch):
         layer.check(1000, n)
 
 
+@pytest.mark.parametrize(("H", "K", "D", "rows"), [(24, 4, 256, (4, 22)), (16, 2, 128, (12, 20)), (8, 1, 256, (14,))])
+@pytest.mark.parametrize("past", [192, 300])
+def test_products_of_warp_groups_after_a_long_past(past, H, K, D, rows, ops, monkeypatch):
+    """Rows of kernels/wide.cu have the bits of plain decoding, also those of a tree, whose tails split.cu computes."""
+    monkeypatch.setattr(replay, "LONG_PAST", 100)
+    monkeypatch.setattr(ops, "context", on_hopper(ops.context))
+    kv = ops.new_state([{"kv": KVSpec(K, D, D)}], 400)[0].kv
+    for n in rows:
+        step = ops.context.step_of(Step.chain(np.zeros(n, np.int32), 0), kv.store)
+        launches = pieces_launches(ops.context.card, kv, dataclasses.replace(step, long_past=True), H // K, NO_EXACT, 0)
+        assert [x.name for x in launches] == ["wide", "split"]
+        Attention(ops, H, K, D, KVSpec(K, D, D)).check(past, n)
+
+
 @pytest.mark.parametrize(("H", "K", "D"), [(24, 4, 64), (8, 2, 128)])
 @pytest.mark.parametrize("past", [100, 192, 300])
 def test_larger_blocks_after_a_long_past(past, H, K, D, ops, monkeypatch):
@@ -194,6 +245,7 @@ def test_larger_blocks_after_a_long_past(past, H, K, D, ops, monkeypatch):
     for n in (8, 14, 20):
         step = ops.context.step_of(Step.chain(np.zeros(n, np.int32), 0), kv.store)
         assert not step.long_past
-        sizes = pieces_launch(ops.context.card, kv, dataclasses.replace(step, long_past=True), H // K, NO_EXACT, 0)[1]
-        assert f"ROWS={64 if takes_64_rows(ops.context.card, D, n * H // K) else 32}" in sizes
+        long = dataclasses.replace(step, long_past=True)
+        split = pieces_launches(ops.context.card, kv, long, H // K, NO_EXACT, 0)[-1]
+        assert f"ROWS={64 if takes_64_rows(ops.context.card, D, n * H // K) else 32}" in split.defines
         Attention(ops, H, K, D, KVSpec(K, D, D)).check(past, n)

@@ -28,6 +28,7 @@ from cuda_backend.layout import (
     PREFILL_COLS,
     TOGETHER,
     UNITS,
+    WIDE_GROUPS,
     delta_saved,
     expert_defines,
     expert_ring,
@@ -46,9 +47,10 @@ from cuda_backend.layout import (
     takes_64_rows,
     tile_defines,
     whole_tiles,
+    wide_tiles,
 )
 from cuda_backend.occupancy import Card
-from cuda_backend.sources import KERNELS, OPTIONS, source
+from cuda_backend.sources import ARCHITECTURES, KERNELS, OPTIONS, source
 
 PACKED = [  # widths of heads, formats of keys and of values
     *((d, f, f) for d in (128, 256) for f in ("Q8_0", "Q4_0", "LM4", "TQ3_0", "BF16")),
@@ -140,6 +142,11 @@ def attention_builds(card: Card) -> list[Build]:
     builds += [("split", (*t, "WINDOWED=0", f"ALONE={alone}")) for t in tiles for alone in (0, 1)]
     tiles = [t for t, _, ctas in (one_row_tiles(card, d) for d in (64, 128, 256)) if ctas]
     builds += [("one_row", (*t, f"WINDOWED={w}", f"ALONE={alone}")) for t in tiles for w in (0, 1) for alone in (0, 1)]
+    if card.capability == 90:
+        wide = [wide_tiles(card, d, 3 * n)[0] for d in (128, 256) for n in WIDE_GROUPS]
+        builds += [("wide", (*t, "WINDOWED=0", f"ALONE={alone}")) for t in wide for alone in (0, 1)]
+        tiles = [t for d in (128, 256) for t in (*splits(card, d), *splits_of_64(card, d))]
+        builds += [("split", (*t, "TAILS=1", "WINDOWED=0", f"ALONE={alone}")) for t in tiles for alone in (0, 1)]
     builds += [("attention", defines) for defines in heads(card)]
     builds += [("attention", (*defines, f"SPARSE={BLOCK}")) for defines in heads(card)] + [
         ("choose_blocks", BLOCK_CHOICE)
@@ -277,9 +284,10 @@ def compiled(lib: ctypes.CDLL, code: str, options: tuple[str, ...]) -> str:
     return text
 
 
-def check(code: str, defines: tuple[str, ...], architecture: int) -> None:
+def check(code: str, defines: tuple[str, ...], capability: int, architecture: str | None = None) -> None:
     # as CuPy passes them, and the report of registers
-    options = (f"-arch=sm_{architecture}", *OPTIONS, "-ftz=true", "--ptxas-options=-v", *(f"-D{d}" for d in defines))
+    target = architecture or f"sm_{capability}"
+    options = (f"-arch={target}", *OPTIONS, "-ftz=true", "--ptxas-options=-v", *(f"-D{d}" for d in defines))
     log = report(code, options)
     assert "warning" not in log, log
     usage = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -289,7 +297,8 @@ def check(code: str, defines: tuple[str, ...], architecture: int) -> None:
 
 def groups() -> list[tuple[str, str]]:
     """Kernel files; a file that is compiled per block type appears with each of these types."""
-    pairs = dict.fromkeys((stem, d[0] if d and d[0] in UNITS else "") for stem, d in variants(CARDS[-1]))
+    builds = [build for card in CARDS for build in variants(card)]
+    pairs = dict.fromkeys((stem, d[0] if d and d[0] in UNITS else "") for stem, d in builds)
     return [(stem, type_) for stem, type_ in pairs]
 
 
@@ -298,8 +307,10 @@ def groups() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("stem", "type_"), groups(), ids=lambda x: x or "any")
 def test_compiles(stem, type_, card):
     of_file = [d for s, d in variants(card) if s == stem and (not type_ or d[0] == type_)]
+    if not of_file:
+        pytest.skip(f"kernels/{stem}.cu is not for compute capability {card.capability / 10}")
     for defines in of_file:
-        check(source(stem), defines, card.capability)
+        check(source(stem), defines, card.capability, ARCHITECTURES.get(stem))
 
 
 @pytest.mark.compile

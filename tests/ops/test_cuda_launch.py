@@ -9,13 +9,14 @@ from common.errors import BimetalError
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuda_backend import fuse, mixture, rows  # noqa: E402
+from cuda_backend import cubin, fuse, mixture, rows  # noqa: E402
 from cuda_backend.attention import ATTENTION  # noqa: E402
+from cuda_backend.card import available  # noqa: E402
 from cuda_backend.exchange import SUM  # noqa: E402
 from cuda_backend.launch import Stream, converter, kernel  # noqa: E402
 from cuda_backend.prototypes import IN, OUT, prototypes, type_of  # noqa: E402
 from cuda_backend.segments import HostCall, Program, Shape, run_step  # noqa: E402
-from cuda_backend.sources import KERNELS  # noqa: E402
+from cuda_backend.sources import KERNELS, source  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -51,6 +52,30 @@ def test_numbers_take_the_type_of_their_parameter():
 def test_refused_arguments(dtype, value, error):
     with pytest.raises(error):
         converter(dtype)(value)
+
+
+def test_modules_compiled_for_one_capability_are_kept(tmp_path, monkeypatch):
+    """A second process loads the first one's file; a damaged file is replaced; without a folder nothing is kept."""
+    code, compiled = source("random"), []
+    real = cubin.compiled
+    monkeypatch.setattr(cubin, "compiled", lambda *a: compiled.append(a) or real(*a))
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kernels"))
+    target = f"sm_{available().capability}"
+    for _ in range(2):
+        assert cubin.module(code, (), target).get_function("fill").name == "fill"
+        assert len(compiled) == 1
+    (kept,) = (tmp_path / "kernels").iterdir()
+    damaged = tmp_path / "others" / kept.name
+    damaged.parent.mkdir()
+    damaged.write_bytes(b"nothing")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(damaged.parent))
+    assert cubin.module(code, (), target).get_function("fill")
+    assert len(compiled) == 2
+    assert damaged.read_bytes() == kept.read_bytes()
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "a file"))
+    assert cubin.module(code, (), target).get_function("fill")
+    assert len(compiled) == 3
 
 
 def test_a_missing_argument_is_refused():

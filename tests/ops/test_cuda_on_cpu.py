@@ -224,6 +224,12 @@ def test_larger_blocks_after_a_long_past():
 
 
 @pytest.mark.compile
+def test_products_of_warp_groups():
+    on_cpu("ops/test_cuda_attention.py", "warp_groups and not 300-")
+    on_cpu("ops/test_cuda_launch.py", "compiled_for_one_capability")
+
+
+@pytest.mark.compile
 def test_one_row_of_each_sequence():
     on_cpu("ops/test_cuda_delta.py", "one_row_of_each and not 64")
     on_cpu("ops/test_cuda_attention.py", "one_row_of_each and 3 or of_trees and (65-7 or 300-2) and .2.128")

@@ -16,6 +16,7 @@ for the host that launches, and the host waits where it synchronises, but takes 
 import bisect
 import ctypes
 import itertools
+import json
 import os
 import re
 import sys
@@ -114,6 +115,45 @@ static void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     multiply_fragments<u16, u16, float, 16>(a, b, c, c, from_half, from_half);
 }
 """
+HOPPER = r"""
+static void wgmma(float (&d)[N / 2], u32 a, u32 b, bool adds) {
+    a = (a & 0x3fff) * 16, b = (b & 0x3fff) * 16;
+    const auto element = [](u32 at) { return from_half(*(u16*)(block_memory + (at ^ (at >> 7 & 7) << 4))); };
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < N / 2; i++) {
+        const int row = threadIdx.x / 32 % 4 * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        double sum = adds ? d[i] : 0;
+        for (int k = 0; k < 16; k++) {
+            const u32 at = TRANSPOSED ? k * 128 + row * 2 : row * 128 + k * 2;
+            sum += (double)element(a + at) * element(b + column * 128 + k * 2);
+        }
+        d[i] = (float)sum;
+    }
+}
+static float exp2_for_half(float x) { return exp2f(x); }
+struct Group { unsigned short arrived; unsigned phase; };  // begin as -1
+__shared__ Group groups_of_threads[16];
+static void group_sync(int id) {
+    Group& all = groups_of_threads[id];
+    const unsigned phase = all.phase;
+    if (++all.arrived == 127) {
+        all.arrived = 0xffff, all.phase++;
+        return;
+    }
+    while (all.phase == phase) wait_for_others();
+}
+struct Store { u32 at, matrix[4]; };
+static void stmatrix_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    Store store{at, {a, b, c, d}};
+    together(&store, [](void** lanes) {
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++)
+                for (int e = 0; e < 2; e++)
+                    memcpy(block_memory + ((Store*)lanes[i * 8 + lane % 4 * 2 + e])->at + lane / 4 * 2,
+                           (u16*)(((Store*)lanes[lane])->matrix + i) + e, 2);
+    });
+}
+"""
 WORDS_7_5 = r"""
 static void store_16(u32 to, uint4 v) { memcpy(block_memory + to, &v, 16); }
 static u32 add_shared(u32 at, u32 n) { u32& word = *(u32*)(block_memory + at); return (word += n) - n; }
@@ -162,14 +202,16 @@ def for_the_cpu(code: str, kernels: dict[str, tuple[str, ...]]) -> str:
     if TURING:
         ours = {"store_16": WORDS_7_5, "mma_8x8": PRODUCT_7_5, "ldmatrix": LOADS}
     else:
-        products = PRODUCT if "barrier_init(" in code else FLOAT16
-        ours = {"barrier_init": RING, "mma": products, "copy16": COPIES, "ldmatrix": LOADS}
+        products = PRODUCT if "mma_bf16(" in code else FLOAT16
+        ours = {"barrier_init": RING, "mma": products, "copy16": COPIES, "ldmatrix": LOADS, "wgmma": HOPPER}
     replaced = IN_SIMT + re.findall(r"^static \w+ (\w+)\(", "".join(ours.values()), re.MULTILINE)
     for name, text in ours.items():  # stands before the function of that name, which it replaces with others
         code = text.join(re.split(rf"^(?=__device__ __forceinline__ void {name}\()", code, flags=re.MULTILINE))
     code = without(code, replaced)
     code = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];", r"\1* \2 = (\1*)block_memory;", code)
-    code = re.sub(r'asm volatile\("cp\.async\.wait_[^"]*"[^;]*;', "", code).replace("__align__(16)", "alignas(16)")
+    skipped = r"cp\.async\.wait_|wgmma\.(?:fence|commit|wait)|fence\.proxy|setmaxnreg"  # all is done at once
+    code = re.sub(rf'asm volatile\("(?:{skipped})[^"]*"[^;]*;', "", code)
+    code = re.sub(r"__align__\((\d+)\)", r"alignas(\1)", code)
     code = f"namespace {{\n{code}\n}}\n"  # GCC puts shared variables of functions with external names elsewhere
     for name, params in kernels.items():
         types = [re.sub(r"\w+$", "", p).strip() for p in params]
@@ -187,8 +229,20 @@ extern "C" const char* run_{name}(void** arguments, unsigned* grid, unsigned* bl
     return code
 
 
+class Program:
+    """NVRTC's, whose "cubin" is what it was given."""
+
+    def __init__(self, code: str, *_: object):
+        self.code = code
+
+    def compile(self, options: tuple[str, ...]) -> None:
+        self.cubin = json.dumps((self.code, options)).encode()
+
+
 class RawModule:
-    def __init__(self, code: str, options: tuple[str, ...]):
+    def __init__(self, code: str = "", options: tuple[str, ...] = (), path: str = ""):
+        if path:
+            code, options = json.loads(Path(path).read_text())
         self.kernels = prototypes(code)
         text = for_the_cpu(code, self.kernels)
         defines = tuple(option.removeprefix("-D") for option in options if option.startswith("-D"))
@@ -198,6 +252,9 @@ class RawModule:
             flags += ["-fsanitize=thread", "-g1"]
         build.engine()  # first: the kernels' library takes its symbols
         self.text, self.library = text, ctypes.CDLL(str(build.library(text, flags, SIMT.read_text(), defines)))
+
+    def compile(self) -> None:
+        pass
 
     def get_function(self, name: str) -> "Function":
         return Function(name, self.kernels[name], self.library, self.text)
@@ -652,7 +709,15 @@ cuda.__dict__.update(
     memory=SimpleNamespace(OutOfMemoryError=MemoryError),
     compiler=SimpleNamespace(CompileException=type("CompileException", (Exception,), {})),
     nccl=nccl,
-    nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
+    nvrtc=SimpleNamespace(
+        getVersion=lambda: (13, 0),
+        NVRTCError=type("NVRTCError", (Exception,), {}),
+        createProgram=Program,
+        compileProgram=Program.compile,
+        getCUBIN=lambda program: program.cubin,
+        getProgramLog=lambda program: "",
+        destroyProgram=lambda program: None,
+    ),
     device=SimpleNamespace(get_cublas_handle=lambda: 0),
     cublas=SimpleNamespace(gemmEx=gemm),
     get_elapsed_time=lambda begun, done: 1e3 * (done.seconds - begun.seconds),

@@ -1,0 +1,261 @@
+// wide: as split.cu, for many rows and a long past on compute capability 9.0: the pieces of committed tiles alone; split.cu computes
+// what holds the step's own rows
+// Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
+// In        q [T][H][D] float16 and keys and values [K][place][D] float16
+// Out       of every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
+// Build     D, 128 or 256; ROWS_EACH of a warp group, 16, 32 or 48; STAGES: tiles of keys or values in shared memory; ALONE: split.cu;
+//           launched as split.cu, without a window, exact rows and codes
+// Work      rows are (t, query head of the group), a third for each of three warp groups, which read the same tiles and otherwise
+//           never wait for one another. Products are transposed: positions, then columns of values, are the 64 rows of a product, and rows
+//           of the step its columns, of which 16 are the fewest. A fourth warp group copies tiles of keys and of values in turns
+// Numbers   as split.cu, bit for bit: products of a warp group round as those of a warp do, and every sum has split.cu's order
+// Bound     bytes of keys and values where rows are few (3,600 cycles of a tile of 27B); else the waits of a warp group for itself. Of a tile
+//           with 144 rows, 6,700 cycles: products with keys 800, maxima 950, probabilities 1,450, products with values and sums 2,450, the
+//           rest and the clocks themselves 1,000. The tensor cores need 2,700: a product of 64 x 48 takes 28 cycles
+// Tried     us of `wide` per layer, or cycles of a tile: variant against what was here then (22 rows of Qwen3.6-27B, 32K, one H200).
+//           addresses of operands computed for each product, exp2f, factors read by twos: 1,186 instructions of a tile instead of 816 ->
+//             86.7 against 86.8
+//           each thread finds the maxima of its rows, not one thread for all -> 2,030 cycles against 1,460: rounding up shares the pipe of
+//             the exponentials
+//           heads of 128 with 64 rows -> 76 against 73 of split.cu; 128 rows 100 against 144, 256 rows 198 against 276
+// Origin    FlashAttention-3 (Shah et al., arXiv 2407.08608)
+
+#define GROUPS 3
+#define ROWS (GROUPS * ROWS_EACH)
+#define TILE 64                    // positions
+#define BLOCKS (D / 64)            // of 128 bytes of a row
+#define TILE_BYTES (TILE * D * 2)  // of keys or values
+#define LINE (D / 8)               // copies of 16 bytes of a position
+#define LAG (STAGES - 2)           // tiles in flight while another is requested
+#define MINUS_INFINITY (-__int_as_float(0x7f800000))
+
+struct Place {  // in the ring of tiles
+    int stage;
+    u32 parity;
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+// Goes through the pieces of a CTA, forth and back for equal shares, and through the tiles of each, which begin at `at`.
+struct Walk {
+    int turn, at, stop, place;
+    __device__ __forceinline__ bool next_piece(const Pieces& pieces, int share, int shares) {
+        const int item = turn * shares + (turn % 2 ? shares - 1 - share : share);
+        if (item >= pieces.count) return false;
+        const int number = pieces.count - 1 - item;  // from the newest on, which are the largest
+        turn++, at = pieces.from(number), stop = pieces.to(number), place = pieces.place(number);
+        return true;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* step, const int* positions, int T, float scale, int window,
+     int sinks, int causal, int trunk, float* sums, float2* stats, Exact exact) {
+    release_next();
+    constexpr int N = ROWS_EACH;
+    extern __shared__ __align__(1024) u8 shared[];
+    __shared__ float4 tops[GROUPS][N];         // of a tile, by 16 positions
+    __shared__ float bases[GROUPS][N];         // powers of 2 that a tile's probabilities of a row are divided by
+    __shared__ float4 factors[GROUPS][N / 2];  // of two rows: of the sums before a tile, and of its own
+    __shared__ int heads[ROWS];                // where a row lies in (T, H), or -1
+    __shared__ Pieces pieces;
+    __shared__ HeadRows planes[2];  // keys, values
+    __shared__ Part own;
+    u8 *qs = shared, *stages = qs + ROWS * D * 2, *ps = stages + STAGES * TILE_BYTES;
+    const u32 full = shared_address(ps + ROWS * TILE * 2), empty = full + 8 * STAGES;  // a barrier for each stage
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / 4, head = blockIdx.y;
+    if (warp == 0) {
+        const Part part = ALONE ? Part{0, (int)blockIdx.x, (int)gridDim.x, (int)blockIdx.z, (int)gridDim.z}
+                                : part_of(step, group, ROWS, 0, blockIdx.z, gridDim.z);
+        if (lane == 0) {
+            own = part;
+            const Run& run = step->run[max(part.run, 0)];
+            planes[0] = rows_of(keys, run.slot, head, 2 * D), planes[1] = rows_of(values, run.slot, head, 2 * D);
+            pieces.cut(6, run.past, run.rows, 0, 0, 0, min((int)gridDim.z, MOST_SINGLE), trunk);
+            for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 128), barrier_init(empty + 8 * i, 4 * GROUPS);
+        }
+    }
+    __syncthreads();
+    if (own.run < 0 || own.share >= pieces.count) return;
+    const Run& run = step->run[ALONE ? 0 : own.run];
+    const int first = own.block * ROWS, rows = run.rows * group - first;
+    if (rows <= 0) return;
+    if (threadIdx.x < ROWS) {
+        const int row = first + (int)threadIdx.x, t = row / group;
+        heads[threadIdx.x] = (int)threadIdx.x < rows ? (run.first + t) * H + head * group + row - t * group : -1;
+    }
+    __syncthreads();
+
+    Walk walk = {};
+    Place place = {};
+    if (team == GROUPS) {  // copies tiles
+        fewer_registers<32>();
+        Place landed = {};
+        int requested = 0;
+        const int mine = threadIdx.x % 128;
+        auto land = [&] {
+            show_products();
+            barrier_arrive(full + 8 * landed.stage);
+            landed.advance();
+        };
+        while (walk.next_piece(pieces, own.share, own.shares))
+            for (; walk.at < walk.stop; walk.at += TILE)
+#pragma unroll 1
+                for (int of_values = 0; of_values < 2; of_values++) {
+                    barrier_wait(empty + 8 * place.stage, place.parity ^ 1);
+                    const u16* from = (const u16*)planes[of_values].at(place_of(keys, walk.at), 2 * D) + mine * 8;
+                    const u32 to = shared_address(stages + place.stage * TILE_BYTES) + mine % LINE / 8 * (TILE * 128);
+#pragma unroll 8
+                    for (int n = 0; n < TILE * LINE / 128; n++) copy16(to + swizzled((n * 128 + mine) / LINE, mine % 8), from + n * 1024);
+                    commit();
+                    place.advance();
+                    if (++requested <= LAG) continue;
+                    copies_wait<LAG>();
+                    land();
+                }
+        copies_wait<0>();
+        for (int i = min(requested, LAG); i; i--) land();
+        return;
+    }
+
+    more_registers<160>();
+    const int w = warp % 4, g = lane / 4, t = lane % 4, mine = threadIdx.x % 128;
+    const u32 p_at = shared_address(ps) + team * N * 128;
+    const u32 q_operand = __shfl_sync(FULL, operand(shared_address(qs) + team * N * 128), 0), p_operand = __shfl_sync(FULL, operand(p_at), 0);
+    depend();
+    for (int n = mine; n < N * LINE; n += 128) {
+        const int r = n / LINE, c = n % LINE, row = heads[team * N + r];
+        *(uint4*)(qs + c / 8 * (ROWS * 128) + team * N * 128 + swizzled(r, c % 8)) =
+            row < 0 ? make_uint4(0, 0, 0, 0) : *(const uint4*)(q + (s64)row * D + c * 8);
+    }
+    show_products();
+    group_sync(1 + team);
+    float o[BLOCKS][N / 2];
+    float l = 0.0f, top = MINUS_INFINITY;  // of row `keeper` of the warp group, in the lanes that have one
+    const int keeper = t < 2 && w * 16 < N ? w * 16 + t * 8 + g : -1;
+    const u32 p_to = p_at + swizzled(lane / 16 * 8 + lane % 8, 2 * w + lane / 8 % 2);
+    while (walk.next_piece(pieces, own.share, own.shares)) {
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+            for (int i = 0; i < N / 2; i++) o[b][i] = 0.0f;
+        l = 0.0f, top = MINUS_INFINITY;
+#pragma unroll 1
+        for (; walk.at < walk.stop; walk.at += TILE) {
+            float s[2][N / 2];
+            barrier_wait(full + 8 * place.stage, place.parity);
+            u32 tile = __shfl_sync(FULL, operand(shared_address(stages + place.stage * TILE_BYTES)), 0);
+            wgmma_begin();
+#pragma unroll
+            for (int d = 0; d < D / 16; d++)  // two sums, as split.cu has them
+                wgmma<N, 0>(s[d % 2], tile + d / 4 * (TILE * 8) + d % 4 * 2, q_operand + d / 4 * (ROWS * 8) + d % 4 * 2, d >= 2);
+            wgmma_commit();
+            wgmma_wait<0>();
+            if (lane == 0) barrier_arrive(empty + 8 * place.stage);
+            place.advance();
+
+            // the most of each row: of 16 positions of the warp, by halving what a lane keeps, then of all
+            float most[N / 4];
+#pragma unroll
+            for (int j = 0; j < N / 8; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float &x = s[0][4 * j + e], &y = s[0][4 * j + 2 + e];
+                    x = (x + s[1][4 * j + e]) * scale, y = (y + s[1][4 * j + 2 + e]) * scale;
+                    most[2 * j + e] = fmaxf(x, y);
+                }
+            const bool second_half = lane & 16, second_quarter = lane & 8;
+#pragma unroll
+            for (int k = 0; k < N / 8; k++) {
+                const float keep = second_half ? most[k + N / 8] : most[k], give = second_half ? most[k] : most[k + N / 8];
+                most[k] = fmaxf(keep, __shfl_xor_sync(FULL, give, 16));
+            }
+#pragma unroll
+            for (int k = 0; k < N / 16; k++) {
+                const float keep = second_quarter ? most[k + N / 16] : most[k], give = second_quarter ? most[k] : most[k + N / 16];
+                most[k] = fmaxf(keep, __shfl_xor_sync(FULL, give, 8));
+                most[k] = fmaxf(most[k], __shfl_xor_sync(FULL, most[k], 4));
+                const int number = second_half * (N / 8) + second_quarter * (N / 16) + k;
+                if (!(lane & 4)) ((float*)&tops[team][number / 2 * 8 + 2 * t + number % 2])[w] = most[k];
+            }
+            group_sync(1 + team);
+            float before = 0.0f, after = 0.0f;
+            if (keeper >= 0) {
+                const float4 m = tops[team][keeper];
+                const float best = ceilf(fmaxf(fmaxf(m.x, m.y), fmaxf(m.z, m.w))), both = fmaxf(top, best);
+                before = power(top - both), after = power(best - both), top = both;
+                float* to = (float*)&factors[team][keeper / 2] + keeper % 2;
+                to[0] = before, to[2] = after, bases[team][keeper] = best == MINUS_INFINITY ? 0.0f : best;
+            }
+            group_sync(1 + team);
+#pragma unroll
+            for (int j = 0; j < N / 8; j += 2) {
+                u32 p[4];
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const float2 base = *(const float2*)&bases[team][(j + i) * 8 + 2 * t];
+                    const float* x = s[0] + 4 * (j + i);
+                    p[2 * i] = to_half2(exp2_for_half(x[0] - base.x), exp2_for_half(x[1] - base.y));
+                    p[2 * i + 1] = to_half2(exp2_for_half(x[2] - base.x), exp2_for_half(x[3] - base.y));
+                }
+                stmatrix_transposed(p_to + j * 1024, p[0], p[1], p[2], p[3]);
+            }
+            show_products();
+            group_sync(1 + team);
+
+            barrier_wait(full + 8 * place.stage, place.parity);
+            tile = __shfl_sync(FULL, operand(shared_address(stages + place.stage * TILE_BYTES)), 0);
+            float sum[2][N / 2];
+            auto multiply = [&](int b) {
+                wgmma_begin();
+#pragma unroll
+                for (int k = 0; k < TILE / 16; k++) wgmma<N, 1>(sum[b % 2], tile + b * (TILE * 8) + k * 128, p_operand + k * 2, k > 0);
+                wgmma_commit();
+            };
+            multiply(0);
+            if (w * 16 < N) {
+                float ones[4] = {};  // probabilities times ones
+#pragma unroll
+                for (int k = 0; k < TILE / 16; k++) {
+                    u32 p[4];
+                    ldmatrix(p, p_at + w * 2048 + swizzled(lane % 16, 2 * k + lane / 16));
+                    mma(ones, p, 0x3c003c00, 0x3c003c00);
+                }
+                l = l * before + (t ? ones[2] : ones[0]) * after;
+            }
+#pragma unroll
+            for (int b = 0; b < BLOCKS; b++) {
+                if (b + 1 < BLOCKS) {
+                    multiply(b + 1);
+                    wgmma_wait<1>();
+                } else {
+                    wgmma_wait<0>();
+                }
+#pragma unroll
+                for (int j = 0; j < N / 8; j++) {
+                    const float4 by = factors[team][j * 4 + t];
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        float& x = o[b][4 * j + i];
+                        x = __fmaf_rn(sum[b % 2][4 * j + i], i % 2 ? by.w : by.z, x * (i % 2 ? by.y : by.x));  // both products are exact
+                    }
+                }
+            }
+            if (lane == 0) barrier_arrive(empty + 8 * place.stage);
+            place.advance();
+        }
+        const s64 begin = (s64)walk.place * T * H;
+        if (keeper >= 0 && heads[team * N + keeper] >= 0) stats[begin + heads[team * N + keeper]] = make_float2(top, l);
+#pragma unroll
+        for (int j = 0; j < N / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int row = heads[team * N + j * 8 + 2 * t + e];
+                if (row < 0) continue;
+                float* to = sums + (begin + row) * D + w * 16 + g;
+#pragma unroll
+                for (int b = 0; b < BLOCKS; b++) to[b * 64] = o[b][4 * j + e], to[b * 64 + 8] = o[b][4 * j + 2 + e];
+            }
+    }
+}
