@@ -18,7 +18,7 @@ Start = Callable[[Callable[[Any], None], threading.Event], None]  # (what takes 
 
 @dataclass(frozen=True)
 class Reply:
-    """A finished reply.
+    """A finished reply, which prints as its text.
 
     text           the answer; a chat's reasoning and tool calls are not part of it
     tokens         ids of all that the model wrote, without the end token
@@ -34,6 +34,9 @@ class Reply:
     logprobs: list[Logprob]
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return self.text
 
     @property
     def message(self) -> dict[str, Any]:

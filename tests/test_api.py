@@ -52,6 +52,7 @@ def test_generate_gives_text_tokens_reason_and_stats(llm):
     assert "".join(map(llm.tokenizer.decoder().push, reply.tokens)) == reply.text
     assert reply.finish_reason == "length"
     assert len(reply.tokens) == reply.stats.new_tokens == 12
+    assert str(reply) == reply.text
     assert reply.stats.decode_tps > 0
 
 

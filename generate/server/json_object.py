@@ -17,6 +17,8 @@ def parse_json(data: bytes) -> dict[str, Any]:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    if not text.strip():
+        raise ApiError(400, "the body is empty; it must be a JSON object")
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:

@@ -13,6 +13,8 @@ from scripted import TEMPLATE
 from tiny_chat import write as write_model
 
 import generate
+from generate.server.errors import ApiError
+from generate.server.json_object import parse_json
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
 USER = {"role": "user", "content": "Hello?"}
@@ -228,6 +230,11 @@ def clear(client):
         kept.clear()
     client.log.seek(client.log.truncate(0))
     gc.collect()
+
+
+def test_an_empty_body_is_named():
+    with pytest.raises(ApiError, match="the body is empty; it must be a JSON object"):
+        parse_json(b" \r\n")
 
 
 @pytest.mark.parametrize("seed", [1, 5, 7])
