@@ -37,9 +37,16 @@ def module(code: str, defines: tuple[str, ...], architecture: str) -> cupy.RawMo
 
 
 def _written(folder: Path | None, binary: bytes) -> Path:
+    """Write a new file in `folder`, None: that of temporary files; raises OSError and leaves none."""
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".cubin", delete=False) as file:
-        file.write(binary)
-    return Path(file.name)
+        path = Path(file.name)
+        try:
+            file.write(binary)
+            file.flush()
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+    return path
 
 
 def _load(path: Path) -> cupy.RawModule:

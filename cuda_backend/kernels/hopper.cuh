@@ -4,9 +4,6 @@
 
 __device__ __forceinline__ u32 swizzled(int row, int chunk) { return row * 128 + (chunk ^ row % 8) * 16; }  // in a block, bytes
 
-// d (64 x N) = a b, or d + a b, of 16 columns of a and rows of b. In shared memory are a [64][16], or with TRANSPOSED [16][64], and
-// b [N][16]. Thread (warp w of the group, lane 4 g + t) has of block j of 8 columns d[4 j + 2 h + e]: row 16 w + g + 8 h, column
-// 8 j + 2 t + e.
 // The first word of an operand's descriptor, for its shared address; `bytes` on, it is this plus bytes / 16.
 __device__ __forceinline__ u32 operand(u32 at) { return at >> 4 | 1 << 16; }
 #define OPERAND(word) ((u64)(64 | 1 << 30) << 32 | (word))  // rows of 128 bytes, 8 of them after 1024 bytes
@@ -15,6 +12,9 @@ __device__ __forceinline__ u32 operand(u32 at) { return at >> 4 | 1 << 16; }
     "{ .reg .pred p; setp.ne.b32 p, " adds ", 0; wgmma.mma_async.sync.aligned.m64n" n "k16.f32.f16.f16 {" registers "}, " \
     a ", " b ", p, 1, 1, " transposed ", 0; }"
 #define OPERANDS "l"(OPERAND(a)), "l"(OPERAND(b)), "r"((int)adds), "n"(TRANSPOSED)
+// d (64 x N) = a b, or d + a b, of 16 columns of a and rows of b. In shared memory are a [64][16], or with TRANSPOSED [16][64], and
+// b [N][16]. Thread (warp w of the group, lane 4 g + t) has of block j of 8 columns d[4 j + 2 h + e]: row 16 w + g + 8 h, column
+// 8 j + 2 t + e.
 template <int N, int TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u32 a, u32 b, bool adds) {
     static_assert(N == 16 || N == 32 || N == 48);

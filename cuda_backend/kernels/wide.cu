@@ -59,7 +59,7 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
     constexpr int N = ROWS_EACH;
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ float4 tops[GROUPS][N];         // of a tile, by 16 positions
-    __shared__ float bases[GROUPS][N];         // powers of 2 that a tile's probabilities of a row are divided by
+    __shared__ float bases[GROUPS][N];         // exponents: a tile's probabilities of a row are divided by 2 to their power
     __shared__ float4 factors[GROUPS][N / 2];  // of two rows: of the sums before a tile, and of its own
     __shared__ int heads[ROWS];                // where a row lies in (T, H), or -1
     __shared__ Pieces pieces;
