@@ -186,9 +186,9 @@ def pieces_launches(
     defines, shared, ctas = split_tiles(card, keys.width, rows, *cache)
     blocks = row_blocks(T, step.runs, group, rows)
     split = PiecesLaunch("split", defines, shared, 8 * rows // blocks_of_warp(rows), blocks, ctas)
-    if not is_long or any(cache) or not takes_wide(card, keys.width, of_run):
+    if not is_long or not takes_wide(card, keys.width, of_run, keys.format):
         return [split]
-    defines, shared, of_cta = wide_tiles(card, keys.width, of_run)
+    defines, shared, of_cta = wide_tiles(card, keys.width, of_run, cache[0])
     wide = PiecesLaunch("wide", defines, shared, 512, row_blocks(T, step.runs, group, of_cta), 1)
     return [wide, split._replace(defines=(*split.defines, "TAILS=1"))]
 

@@ -301,20 +301,28 @@ def takes_64_rows(card: Card, width: int, rows: int, packed: int = 0, exact: boo
         return False
 
 
-def wide_tiles(card: Card, width: int, rows: int) -> tuple[tuple[str, ...], int, int]:
-    """Definitions of kernels/wide.cu for `rows` rows per head of keys, bytes of its shared memory, rows of a CTA."""
+def wide_tiles(card: Card, width: int, rows: int, packed: int = 0) -> tuple[tuple[str, ...], int, int]:
+    """Definitions of kernels/wide.cu for `rows` rows per head of keys, bytes of its shared memory, rows of a CTA.
+
+    packed  as split_tiles takes it
+    """
     blocks = -(-rows // (3 * WIDE_GROUPS[-1]))
     each = next(n for n in WIDE_GROUPS if 3 * n * blocks >= rows)
-    fixed, tile = 3 * each * 2 * (width + SPLIT_TILE), SPLIT_TILE * width * 2
-    stages = min(8, (card.block_shared - 8192 - fixed) // tile)  # the kernel declares some itself
-    sizes = f"D={width}", f"ROWS_EACH={each}", f"STAGES={stages}"
-    return sizes, fixed + stages * (tile + 16), 3 * each
+    fixed, tile, codes = 3 * each * 2 * (width + SPLIT_TILE), SPLIT_TILE * width * 2, SPLIT_TILE * packed
+    room = card.block_shared - 8192 - fixed  # the kernel declares some itself
+    coded = min(4, (room - 2 * tile) // codes) if packed else 0
+    stages = 1 << min(8, (room - coded * codes) // tile).bit_length() - 1  # a power of 2
+    sizes = f"D={width}", f"ROWS_EACH={each}", f"STAGES={stages}", *((f"CODED={coded}",) if packed else ())
+    return sizes, fixed + stages * (tile + 16) + coded * codes, 3 * each
 
 
-def takes_wide(card: Card, width: int, rows: int) -> bool:
-    """Test whether kernels/wide.cu is faster than split.cu for `rows` rows per head of keys: a long past in float16."""
+def takes_wide(card: Card, width: int, rows: int, keys: str = "f16") -> bool:
+    """Test whether kernels/wide.cu has a build for keys of a format and is faster than split.cu, after a long past.
+
+    rows  of the step per head of keys
+    """
     fewest = {128: 96, 256: 24}
-    return card.capability == 90 and width in fewest and rows >= fewest[width]
+    return card.capability == 90 and keys != "turboquant" and width in fewest and rows >= fewest[width]
 
 
 def whole_tiles(card: Card, width: int) -> tuple[tuple[str, ...], int]:

@@ -125,10 +125,10 @@ __device__ __forceinline__ void read_32(const u8* row, int block, u32 (&out)[16]
 // Where pair `i` of 32 values goes if eight values that follow one another are a lane's operands of two products: product, half, lane.
 __device__ constexpr int operand_place(int i) { return i / 2 % 2 * 8 + i % 2 * 4 + i / 4; }
 
-// 32 values of a row as float16 to where `to` points, at a multiple of 16 bytes; AS_OPERANDS: in the order of operand_place.
-template <Format F, int WIDE, bool AS_OPERANDS = false>
-__device__ __forceinline__ void unpack_32(u16* to, const u8* row, int block) {
-    if constexpr (F == BF16) {  // few at a time, for registers
+// 32 values of a row as float16, to the 16 bytes at(0) to at(3); AS_OPERANDS: in the order of operand_place.
+template <Format F, int WIDE, bool AS_OPERANDS, class At>
+__device__ __forceinline__ void unpack_32_to(At at, const u8* row, int block) {
+    if constexpr (F == BF16) {  // few values at a time, for registers
 #pragma unroll 1
         for (int i = 0; i < 4; i++) {
             u32 w[4];
@@ -136,9 +136,9 @@ __device__ __forceinline__ void unpack_32(u16* to, const u8* row, int block) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 w[j] = to_half2(__uint_as_float(w[j] << 16), __uint_as_float(w[j] & 0xffff0000u));
-                if (AS_OPERANDS) ((u32*)to)[operand_place(j) + i] = w[j];
+                if (AS_OPERANDS) ((u32*)at(operand_place(j) / 4))[i] = w[j];
             }
-            if (!AS_OPERANDS) ((uint4*)to)[i] = make_uint4(w[0], w[1], w[2], w[3]);
+            if (!AS_OPERANDS) *at(i) = make_uint4(w[0], w[1], w[2], w[3]);
         }
         return;
     }
@@ -147,7 +147,12 @@ __device__ __forceinline__ void unpack_32(u16* to, const u8* row, int block) {
 #pragma unroll
     for (int i = 0; i < 16; i++) v[AS_OPERANDS ? operand_place(i) : i] = w[i];
 #pragma unroll
-    for (int i = 0; i < 4; i++) ((uint4*)to)[i] = make_uint4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+    for (int i = 0; i < 4; i++) *at(i) = make_uint4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+}
+// 32 values of a row as float16 to where `to` points, at a multiple of 16 bytes.
+template <Format F, int WIDE>
+__device__ __forceinline__ void unpack_32(u16* to, const u8* row, int block) {
+    unpack_32_to<F, WIDE, false>([&](int i) { return (uint4*)to + i; }, row, block);
 }
 
 // A number of tq3_0 by its code.

@@ -121,6 +121,21 @@ struct Pieces {
     }
 };
 
+// The committed tiles that wide.cu computes, all of whose rows are codes, or all float16: pieces `first` to `first` + `whole` - 1 and,
+// of piece `resumed` (-1: none), the tiles before position `until`, with which split.cu goes on.
+struct WideTiles {
+    int first, whole, resumed, until;
+    // sinks, recent  of exact.cuh, or 0
+    __device__ void find(const Pieces& pieces, int past, int sinks, int recent) {
+        first = sinks ? pieces.of(sinks - 1) + 1 : 0;
+        until = min(max(past - recent + 1, 0) >> pieces.bits << pieces.bits, pieces.tail);
+        const int last = max(until ? pieces.of(until - 1) + 1 : 0, first);
+        resumed = last > first && pieces.to(last - 1) > until ? last - 1 : -1;
+        whole = last - first - (resumed >= 0);
+    }
+    __device__ int count() const { return whole + (resumed >= 0); }
+};
+
 // A factor 2^x of a whole x of at most 0, exact, so that sums do not depend on when they were scaled; 0 where x is -inf
 // or not a number.
 __device__ __forceinline__ float power(float x) { return x >= -126.0f ? __int_as_float((int)x + 127 << 23) : 0.0f; }

@@ -12,16 +12,16 @@ __device__ constexpr int place_of_column(int c) {
     return in_halves(F) ? 2 * place_of_word(c / 128 * 16 + c % 4 * 4 + c % 16 / 4, c / 32 % 4) + c / 16 % 2
                         : 2 * place_of_word(c / 32 * 4 + c % 8 / 2, c / 8 % 4) + c % 2;
 }
-// Columns c to c + 7 of a row, a multiple of eight, to their places.
-template <Format F>
-__device__ __forceinline__ void eight_to_places(u16* row, int c, uint4 eight) {
+// Columns c to c + 7 of a row, a multiple of eight, to their places: at(i) is the address of half i of the row.
+template <Format F, class At>
+__device__ __forceinline__ void eight_to_places(At at, int c, uint4 eight) {
     const u32 w[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         if (in_halves(F))
-            row[place_of_column<F>(c + i)] = (u16)(w[i / 2] >> i % 2 * 16);
+            *at(place_of_column<F>(c + i)) = (u16)(w[i / 2] >> i % 2 * 16);
         else if (i % 2 == 0)
-            *(u32*)(row + place_of_column<F>(c + i)) = w[i / 2];
+            *(u32*)at(place_of_column<F>(c + i)) = w[i / 2];
     }
 }
 
@@ -104,17 +104,16 @@ __device__ __forceinline__ void words_of_keys(const u8* row, int n, int t, int o
     }
 }
 
-// A row's columns 32 * block and on, as float16, to the places of their words in a row of a tile.
-template <Format F>
-__device__ __forceinline__ void unpack_to_places(u16* row_of_tile, const u8* row, int block) {
-    u32* to = (u32*)row_of_tile;
+// A row's columns 32 * block and on, as float16, to the places of their words in a row of a tile: at(i) is the address of its 16
+// bytes number i.
+template <Format F, class At>
+__device__ __forceinline__ void unpack_to_places(At at, const u8* row, int block) {
     if constexpr (in_halves(F)) {
         u32 w[16];
-        const int at = block / 4 * block_bytes(F, D), odd = (u32)(u64)row & 2;
-        words_of_keys<F>(row, block / 4, block % 4, odd, w);
+        words_of_keys<F>(row, block / 4, block % 4, (u32)(u64)row & 2, w);
 #pragma unroll
-        for (int i = 0; i < 16; i++) to[block / 4 * 64 + place_of_word(i, block % 4)] = w[i];
+        for (int i = 0; i < 16; i++) ((u32*)at(block / 4 * 16 + place_of_word(i, 0) / 4))[block % 4] = w[i];
     } else {
-        unpack_32<F, D, true>(row_of_tile + block * 32, row, block);
+        unpack_32_to<F, D, true>([&](int i) { return at(block * 4 + i); }, row, block);
     }
 }

@@ -79,7 +79,7 @@ __device__ __forceinline__ void unpack_tile(u16* tile, const u8* stage) {
             if constexpr (IN_ORDER)
                 unpack_32<F, D>(tile + row * STRIDE + block * 32, stage + row * row_bytes(F, D), block);
             else
-                unpack_to_places<F>(tile + row * STRIDE, stage + row * row_bytes(F, D), block);
+                unpack_to_places<F>([&](int i) { return (uint4*)(tile + row * STRIDE) + i; }, stage + row * row_bytes(F, D), block);
         }
     }
     __syncthreads();
@@ -105,9 +105,10 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
     if (!WINDOWED) window = sinks = 0;
     extern __shared__ __align__(16) u16 shared[];
     __shared__ Pieces pieces;
-    __shared__ int2 coming[4];  // tiles requested: where each begins, + 1 if sums are written after it, + 2 exact rows, + 4 joins what was written, and the place of its piece
+    __shared__ int2 coming[4];  // tiles requested: where each begins, + 1 if sums are written after it, + 2 exact rows, + 4 joins what was written, + 8 by wide.cu, and the place of its piece
     __shared__ int place, opened;  // of the piece that is fetched next, and its first tile; thread 0's
     __shared__ int items, jobs;  // pieces for all rows, tiles for rows of a tree
+    [[maybe_unused]] __shared__ WideTiles others;  // TAILS: what wide.cu computes
     __shared__ int ctas, first_job, past;  // of the run; of those tiles, this CTA's first; committed positions
     __shared__ int2 spans[ROWS];  // the positions that a row sees, the first and the last
     __shared__ int heads[ROWS];   // where a row lies in (T, H)
@@ -134,7 +135,8 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 const bool branches = run.branches;
                 planes[0] = rows_of(keys, run.slot, head, KEY_BYTES), planes[1] = rows_of(values, run.slot, head, VALUE_BYTES);
                 pieces.cut(6, mask.past, mask.rows, window, sinks, lowest, min((int)gridDim.z, MOST_SINGLE), trunk);
-                items = part.block * ROWS >= mask.rows * group ? 0 : (TAILS ? 0 : pieces.count) + (branches ? 0 : pieces.tails);
+                if (TAILS) others.find(pieces, mask.past, EXACT ? exact.first : 0, EXACT ? exact.recent : 0);
+                items = part.block * ROWS >= mask.rows * group ? 0 : pieces.count - (TAILS ? others.whole : 0) + (branches ? 0 : pieces.tails);
                 jobs = branches ? mask.rows * pieces.tails * parts : 0;
                 ctas = part.shares * part.blocks, first_job = ctas - 1 - (part.share * part.blocks + part.block), past = mask.past;
             }
@@ -175,8 +177,9 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             const int item = turn * own.shares + (turn % 2 ? own.shares - 1 - own.share : own.share);  // forth and back, for equal shares
             turn++, ahead = NOWHERE;
             if (item >= items || job >= 0) return;
-            const int number = TAILS ? pieces.count + item : item < pieces.count ? pieces.count - 1 - item : item;  // from the newest on, which are the largest
+            const int number = TAILS ? item + (item < others.first ? 0 : others.whole) : item < pieces.count ? pieces.count - 1 - item : item;  // from the newest on, which are the largest
             ahead = pieces.from(number), stop = pieces.to(number);
+            if (TAILS && EXACT && number == others.resumed) ahead = others.until;
             if (EXACT) goes_exact = !has_codes(ahead);
             if (threadIdx.x == 0) place = pieces.place(number), opened = ahead;
         };
@@ -211,8 +214,9 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             if (!of_values && threadIdx.x == 0) {
                 const bool both = EXACT && has_codes(ahead + TILE) && has_exact(ahead + TILE);  // of the next tile, which begins anew
                 const bool ends = (ahead + TILE >= stop || both) && (!EXACT || goes_exact || !has_exact(ahead));
-                const bool joins = EXACT && goes_exact && ahead != opened && has_codes(ahead);
-                coming[i / 2 % 4] = make_int2(ahead + ends + (goes_exact ? 2 : 0) + (joins ? 4 : 0), place);
+                const bool resumes = TAILS && EXACT && goes_exact && ahead == others.until && others.resumed >= 0;
+                const bool joins = resumes || (EXACT && goes_exact && ahead != opened && has_codes(ahead));
+                coming[i / 2 % 4] = make_int2(ahead + ends + (goes_exact ? 2 : 0) + (joins ? 4 : 0) + (resumes ? 8 : 0), place);
             }
             if (EXACT && goes_exact) {  // they are read when it is their turn, since they are few
                 if (of_values && ahead < NOWHERE) advance();
@@ -266,7 +270,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             const int r = n / LINE;
             u16* to = qs + r * STRIDE + n % LINE * 8;
             if (r < rows && AS_OPERANDS)
-                eight_to_places<KEYS>(qs + r * STRIDE, n % LINE * 8, *(const uint4*)(q + (s64)heads[r] * D + n % LINE * 8));
+                eight_to_places<KEYS>([&](int i) { return qs + r * STRIDE + i; }, n % LINE * 8, *(const uint4*)(q + (s64)heads[r] * D + n % LINE * 8));
             else if (r < rows)
                 copy16(shared_address(to), q + (s64)heads[r] * D + n % LINE * 8);
             else
@@ -300,11 +304,13 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 for (int n = threadIdx.x; n < rows * LINE; n += CTA) {
                     const uint4 eight = *(const uint4*)(queries + (s64)heads[n / LINE] * D + n % LINE * 8);
                     if (AS_OPERANDS && !is_exact())
-                        eight_to_places<KEYS>(qs + n / LINE * STRIDE, n % LINE * 8, eight);
+                        eight_to_places<KEYS>([&](int i) { return qs + n / LINE * STRIDE + i; }, n % LINE * 8, eight);
                     else
                         *(uint4*)(qs + n / LINE * STRIDE + n % LINE * 8) = eight;
                 }
             }
+            if (EXACT && TAILS && coming[tile % 4].x & 8 && threadIdx.x < rows)  // wide.cu wrote what this tile joins
+                written[coming[tile % 4].x / TILE % 2 ^ 1][threadIdx.x] = stats[(s64)coming[tile % 4].y * T * H + heads[threadIdx.x]];
             if (is_exact())
                 copy_exact(exact.keys);
             else if constexpr (PACKED)

@@ -1,13 +1,15 @@
 // wide: as split.cu, for many rows and a long past on compute capability 9.0: the pieces of committed tiles alone; split.cu computes
 // what holds the step's own rows
 // Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
-// In        q [T][H][D] float16 and keys and values [K][place][D] float16
+// In        q [T][H][D] float16 and keys and values [K][place][D], float16 or codes
 // Out       of every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
-// Build     D, 128 or 256; ROWS_EACH of a warp group, 16, 32 or 48; STAGES: tiles of keys or values in shared memory; ALONE: split.cu;
-//           launched as split.cu, without a window, exact rows and codes
+// Build     formats.cuh, without TURBOQUANT; D, 128 or 256; ROWS_EACH of a warp group, 16, 32 or 48; STAGES: tiles of keys or values in shared
+//           memory; CODED: tiles of codes there; ALONE, EXACT: split.cu; launched as split.cu, without a window
 // Work      rows are (t, query head of the group), a third for each of three warp groups, which read the same tiles and otherwise
 //           never wait for one another. Products are transposed: positions, then columns of values, are the 64 rows of a product, and rows
-//           of the step its columns, of which 16 are the fewest. A fourth warp group copies tiles of keys and of values in turns
+//           of the step its columns, of which 16 are the fewest. A fourth warp group copies tiles of keys and of values in turns; codes it
+//           copies as they are and unpacks to float16, keys in the order of columns that split.cu gives them. Of a cache with exact rows
+//           only tiles without any are computed here
 // Numbers   as split.cu, bit for bit: products of a warp group round as those of a warp do, and every sum has split.cu's order
 // Bound     bytes of keys and values where rows are few (3,600 cycles of a tile of 27B); else the waits of a warp group for itself. Of a tile
 //           with 144 rows, 6,700 cycles: products with keys 800, maxima 950, probabilities 1,450, products with values and sums 2,450, the
@@ -30,27 +32,52 @@
 #define TILE_BYTES (TILE * D * 2)  // of keys or values
 #define LINE (D / 8)               // copies of 16 bytes of a position
 #define LAG (STAGES - 2)           // tiles in flight while another is requested
+static_assert((STAGES & STAGES - 1) == 0);
+#define KEY_BYTES row_bytes(KEYS, D)
+#define VALUE_BYTES row_bytes(VALUES, D)
+#define CODES_BYTES (TILE * (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES))  // of a tile as the cache has it
+#ifndef CODED
+#define CODED 0
+#endif
 #define MINUS_INFINITY (-__int_as_float(0x7f800000))
 
-struct Place {  // in the ring of tiles
-    int stage;
-    u32 parity;
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-};
+// The place of tile n of keys and values in turns, in the ring of tiles, and how often the ring went round before, as a parity.
+__device__ __forceinline__ int stage_of(int n) { return n % STAGES; }
+__device__ __forceinline__ u32 parity_of(int n) { return n / STAGES % 2; }
 
-// Goes through the pieces of a CTA, forth and back for equal shares, and through the tiles of each, which begin at `at`.
+// Goes through the pieces of a CTA, forth and back for equal shares, and through the tiles of each, of which one begins at `at`.
 struct Walk {
     int turn, at, stop, place;
-    __device__ __forceinline__ bool next_piece(const Pieces& pieces, int share, int shares) {
-        const int item = turn * shares + (turn % 2 ? shares - 1 - share : share);
-        if (item >= pieces.count) return false;
-        const int number = pieces.count - 1 - item;  // from the newest on, which are the largest
-        turn++, at = pieces.from(number), stop = pieces.to(number), place = pieces.place(number);
+    __device__ __forceinline__ bool next_piece(const Pieces& pieces, const WideTiles& tiles, const Part& own) {
+        const int item = turn * own.shares + (turn % 2 ? own.shares - 1 - own.share : own.share);
+        if (item >= tiles.count()) return false;
+        const int number = tiles.first + tiles.count() - 1 - item;  // from the newest on, which are the largest
+        turn++, at = pieces.from(number), stop = min(pieces.to(number), tiles.until), place = pieces.place(number);
         return true;
     }
+    // Goes to the next tile; returns what ends with this one: 0, nothing; else a piece, its place + 1, negative if it is the last.
+    __device__ __forceinline__ int advance(const Pieces& pieces, const WideTiles& tiles, const Part& own) {
+        if ((at += TILE) < stop) return 0;
+        const int ended = place + 1;
+        return next_piece(pieces, tiles, own) ? ended : -ended;
+    }
 };
+#define ENDS 8  // tiles whose ends are kept: more than are in shared memory
+
+// A tile of codes as float16, by a warp group; keys in the order of operands.cuh.
+template <Format F, bool OF_KEYS>
+__device__ __forceinline__ void unpack_tile(u8* tile, const u8* codes) {
+#pragma unroll 1
+    for (int n = threadIdx.x % 128; n < TILE * D / 32; n += 128) {  // neighbours take other rows and other blocks, for the banks
+        const int row = n % TILE, block = (n / TILE + (OF_KEYS && in_halves(F) ? row / 8 : row)) % (D / 32);
+        const u8* from = codes + row * row_bytes(F, D);
+        auto at = [&](int chunk) { return (uint4*)(tile + chunk / 8 * (TILE * 128) + swizzled(row, chunk % 8)); };
+        if constexpr (OF_KEYS)
+            unpack_to_places<F>(at, from, block);
+        else
+            unpack_32_to<F, D, false>([&](int i) { return at(block * 4 + i); }, from, block);
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* step, const int* positions, int T, float scale, int window,
@@ -61,12 +88,17 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
     __shared__ float4 tops[GROUPS][N];         // of a tile, by 16 positions
     __shared__ float bases[GROUPS][N];         // exponents: a tile's probabilities of a row are divided by 2 to their power
     __shared__ float4 factors[GROUPS][N / 2];  // of two rows: of the sums before a tile, and of its own
+    __shared__ float2 stats_so_far[GROUPS][ROWS_EACH];  // of the piece: the greatest exponent, and the sum
     __shared__ int heads[ROWS];                // where a row lies in (T, H), or -1
+    __shared__ int ends[ENDS];                 // of tiles: Walk.advance
+    [[maybe_unused]] __shared__ float shifts[EXACT ? ROWS : 1];  // of a row's products with codes
     __shared__ Pieces pieces;
+    __shared__ WideTiles tiles;
     __shared__ HeadRows planes[2];  // keys, values
     __shared__ Part own;
     u8 *qs = shared, *stages = qs + ROWS * D * 2, *ps = stages + STAGES * TILE_BYTES;
-    const u32 full = shared_address(ps + ROWS * TILE * 2), empty = full + 8 * STAGES;  // a barrier for each stage
+    [[maybe_unused]] u8* coded = ps + ROWS * TILE * 2;
+    const u32 full = shared_address(coded + CODED * CODES_BYTES), empty = full + 8 * STAGES;  // a barrier for each stage
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / 4, head = blockIdx.y;
     if (warp == 0) {
         const Part part = ALONE ? Part{0, (int)blockIdx.x, (int)gridDim.x, (int)blockIdx.z, (int)gridDim.z}
@@ -74,13 +106,14 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
         if (lane == 0) {
             own = part;
             const Run& run = step->run[max(part.run, 0)];
-            planes[0] = rows_of(keys, run.slot, head, 2 * D), planes[1] = rows_of(values, run.slot, head, 2 * D);
+            planes[0] = rows_of(keys, run.slot, head, KEY_BYTES), planes[1] = rows_of(values, run.slot, head, VALUE_BYTES);
             pieces.cut(6, run.past, run.rows, 0, 0, 0, min((int)gridDim.z, MOST_SINGLE), trunk);
+            tiles.find(pieces, run.past, EXACT ? exact.first : 0, EXACT ? exact.recent : 0);
             for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 128), barrier_init(empty + 8 * i, 4 * GROUPS);
         }
     }
     __syncthreads();
-    if (own.run < 0 || own.share >= pieces.count) return;
+    if (own.run < 0 || own.share >= tiles.count()) return;
     const Run& run = step->run[ALONE ? 0 : own.run];
     const int first = own.block * ROWS, rows = run.rows * group - first;
     if (rows <= 0) return;
@@ -90,35 +123,61 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
     }
     __syncthreads();
 
-    Walk walk = {};
-    Place place = {};
-    if (team == GROUPS) {  // copies tiles
+    if (team == GROUPS) {
         fewer_registers<32>();
-        Place landed = {};
-        int requested = 0;
         const int mine = threadIdx.x % 128;
-        auto land = [&] {
-            show_products();
-            barrier_arrive(full + 8 * landed.stage);
-            landed.advance();
-        };
-        while (walk.next_piece(pieces, own.share, own.shares))
-            for (; walk.at < walk.stop; walk.at += TILE)
+        Walk walk = {};
+        walk.next_piece(pieces, tiles, own);
+#if CODED
+        auto request = [&](int n) {  // load n of keys and values in turns
+            if (walk.at < walk.stop) {
+                const int bytes = n % 2 ? VALUE_BYTES : KEY_BYTES;
+                const u8* from = planes[n % 2].at(walk.at, bytes);
+                const u32 to = shared_address(coded + n % CODED * CODES_BYTES);
 #pragma unroll 1
-                for (int of_values = 0; of_values < 2; of_values++) {
-                    barrier_wait(empty + 8 * place.stage, place.parity ^ 1);
-                    const u16* from = (const u16*)planes[of_values].at(place_of(keys, walk.at), 2 * D) + mine * 8;
-                    const u32 to = shared_address(stages + place.stage * TILE_BYTES) + mine % LINE / 8 * (TILE * 128);
+                for (int i = mine; i < TILE / 16 * bytes; i += 128) copy16(to + i * 16, (const u16*)(from + i * 16));
+                if (n % 2) ends[n / 2 % ENDS] = walk.advance(pieces, tiles, own);
+            }
+            commit();
+        };
+        for (int n = 0; n < CODED - 1; n++) request(n);
+#pragma unroll 1
+        for (int n = 0; n % 2 || n == 0 || ends[(n / 2 - 1) % ENDS] >= 0; n++) {
+            copies_wait<CODED - 2>();
+            group_sync(1 + team);
+            request(n + CODED - 1);
+            barrier_wait(empty + 8 * stage_of(n), parity_of(n) ^ 1);
+            u8* tile = stages + stage_of(n) * TILE_BYTES;
+            const u8* codes = coded + n % CODED * CODES_BYTES;
+            if (n % 2)
+                unpack_tile<VALUES, false>(tile, codes);
+            else
+                unpack_tile<KEYS, true>(tile, codes);
+            show_products();
+            barrier_arrive(full + 8 * stage_of(n));
+        }
+#else
+        auto land = [&](int n) {
+            show_products();
+            barrier_arrive(full + 8 * stage_of(n));
+        };
+        int n = 0;  // loads, of keys and of values in turns
+#pragma unroll 1
+        for (; walk.at < walk.stop; n++) {
+            barrier_wait(empty + 8 * stage_of(n), parity_of(n) ^ 1);
+            const u16* from = (const u16*)planes[n % 2].at(walk.at, 2 * D) + mine * 8;
+            const u32 to = shared_address(stages + stage_of(n) * TILE_BYTES) + mine % LINE / 8 * (TILE * 128);
 #pragma unroll 8
-                    for (int n = 0; n < TILE * LINE / 128; n++) copy16(to + swizzled((n * 128 + mine) / LINE, mine % 8), from + n * 1024);
-                    commit();
-                    place.advance();
-                    if (++requested <= LAG) continue;
-                    copies_wait<LAG>();
-                    land();
-                }
+            for (int i = 0; i < TILE * LINE / 128; i++) copy16(to + swizzled((i * 128 + mine) / LINE, mine % 8), from + i * 1024);
+            commit();
+            if (n % 2) ends[n / 2 % ENDS] = walk.advance(pieces, tiles, own);
+            if (n < LAG) continue;
+            copies_wait<LAG>();
+            land(n - LAG);
+        }
         copies_wait<0>();
-        for (int i = min(requested, LAG); i; i--) land();
+        for (int i = max(n - LAG, 0); i < n; i++) land(i);
+#endif
         return;
     }
 
@@ -129,34 +188,46 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
     depend();
     for (int n = mine; n < N * LINE; n += 128) {
         const int r = n / LINE, c = n % LINE, row = heads[team * N + r];
-        *(uint4*)(qs + c / 8 * (ROWS * 128) + team * N * 128 + swizzled(r, c % 8)) =
-            row < 0 ? make_uint4(0, 0, 0, 0) : *(const uint4*)(q + (s64)row * D + c * 8);
+        auto at = [&](int chunk) { return qs + chunk / 8 * (ROWS * 128) + team * N * 128 + swizzled(r, chunk % 8); };
+        const uint4 eight = row < 0 ? make_uint4(0, 0, 0, 0) : *(const uint4*)(q + (s64)row * D + c * 8);
+        if constexpr (PACKED)
+            eight_to_places<KEYS>([&](int i) { return (u16*)at(i / 8) + i % 8; }, c * 8, eight);
+        else
+            *(uint4*)at(c) = eight;
     }
+    if (EXACT && mine < N) shifts[team * N + mine] = heads[team * N + mine] < 0 ? 0.0f : exact.shift[heads[team * N + mine]];
     show_products();
     group_sync(1 + team);
     float o[BLOCKS][N / 2];
-    float l = 0.0f, top = MINUS_INFINITY;  // of row `keeper` of the warp group, in the lanes that have one
-    const int keeper = t < 2 && w * 16 < N ? w * 16 + t * 8 + g : -1;
+    const int keeper = t < 2 && w * 16 < N ? w * 16 + t * 8 + g : -1;  // the row of the warp group whose stats this lane keeps
     const u32 p_to = p_at + swizzled(lane / 16 * 8 + lane % 8, 2 * w + lane / 8 % 2);
-    while (walk.next_piece(pieces, own.share, own.shares)) {
+    auto begin_piece = [&] {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
 #pragma unroll
             for (int i = 0; i < N / 2; i++) o[b][i] = 0.0f;
-        l = 0.0f, top = MINUS_INFINITY;
+        if (keeper >= 0) stats_so_far[team][keeper] = make_float2(MINUS_INFINITY, 0.0f);
+    };
+    begin_piece();
+    int end = 0;
 #pragma unroll 1
-        for (; walk.at < walk.stop; walk.at += TILE) {
+    for (int n = 0; end >= 0; n += 2) {
             float s[2][N / 2];
-            barrier_wait(full + 8 * place.stage, place.parity);
-            u32 tile = __shfl_sync(FULL, operand(shared_address(stages + place.stage * TILE_BYTES)), 0);
+            if (EXACT)
+#pragma unroll
+                for (int j = 0; j < N / 8; j++) {
+                    const float2 shift = *(const float2*)&shifts[team * N + j * 8 + 2 * t];
+                    s[0][4 * j] = s[0][4 * j + 2] = shift.x, s[0][4 * j + 1] = s[0][4 * j + 3] = shift.y;
+                }
+            barrier_wait(full + 8 * stage_of(n), parity_of(n));
+            u32 tile = __shfl_sync(FULL, operand(shared_address(stages + stage_of(n) * TILE_BYTES)), 0);
             wgmma_begin();
 #pragma unroll
             for (int d = 0; d < D / 16; d++)  // two sums, as split.cu has them
-                wgmma<N, 0>(s[d % 2], tile + d / 4 * (TILE * 8) + d % 4 * 2, q_operand + d / 4 * (ROWS * 8) + d % 4 * 2, d >= 2);
+                wgmma<N, 0>(s[d % 2], tile + d / 4 * (TILE * 8) + d % 4 * 2, q_operand + d / 4 * (ROWS * 8) + d % 4 * 2, d >= 2 || (EXACT && d == 0));
             wgmma_commit();
             wgmma_wait<0>();
-            if (lane == 0) barrier_arrive(empty + 8 * place.stage);
-            place.advance();
+            if (lane == 0) barrier_arrive(empty + 8 * stage_of(n));
 
             // the most of each row: of 16 positions of the warp, by halving what a lane keeps, then of all
             float most[N / 4];
@@ -183,13 +254,12 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
                 if (!(lane & 4)) ((float*)&tops[team][number / 2 * 8 + 2 * t + number % 2])[w] = most[k];
             }
             group_sync(1 + team);
-            float before = 0.0f, after = 0.0f;
             if (keeper >= 0) {
                 const float4 m = tops[team][keeper];
+                float& top = stats_so_far[team][keeper].x;
                 const float best = ceilf(fmaxf(fmaxf(m.x, m.y), fmaxf(m.z, m.w))), both = fmaxf(top, best);
-                before = power(top - both), after = power(best - both), top = both;
                 float* to = (float*)&factors[team][keeper / 2] + keeper % 2;
-                to[0] = before, to[2] = after, bases[team][keeper] = best == MINUS_INFINITY ? 0.0f : best;
+                to[0] = power(top - both), to[2] = power(best - both), top = both, bases[team][keeper] = best == MINUS_INFINITY ? 0.0f : best;
             }
             group_sync(1 + team);
 #pragma unroll
@@ -207,8 +277,8 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
             show_products();
             group_sync(1 + team);
 
-            barrier_wait(full + 8 * place.stage, place.parity);
-            tile = __shfl_sync(FULL, operand(shared_address(stages + place.stage * TILE_BYTES)), 0);
+            barrier_wait(full + 8 * stage_of(n + 1), parity_of(n + 1));
+            tile = __shfl_sync(FULL, operand(shared_address(stages + stage_of(n + 1) * TILE_BYTES)), 0);
             float sum[2][N / 2];
             auto multiply = [&](int b) {
                 wgmma_begin();
@@ -225,7 +295,11 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
                     ldmatrix(p, p_at + w * 2048 + swizzled(lane % 16, 2 * k + lane / 16));
                     mma(ones, p, 0x3c003c00, 0x3c003c00);
                 }
-                l = l * before + (t ? ones[2] : ones[0]) * after;
+                if (keeper >= 0) {
+                    float& l = stats_so_far[team][keeper].y;
+                    const float* by = (const float*)&factors[team][keeper / 2] + keeper % 2;
+                    l = l * by[0] + (t ? ones[2] : ones[0]) * by[2];
+                }
             }
 #pragma unroll
             for (int b = 0; b < BLOCKS; b++) {
@@ -245,11 +319,12 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
                     }
                 }
             }
-            if (lane == 0) barrier_arrive(empty + 8 * place.stage);
-            place.advance();
-        }
-        const s64 begin = (s64)walk.place * T * H;
-        if (keeper >= 0 && heads[team * N + keeper] >= 0) stats[begin + heads[team * N + keeper]] = make_float2(top, l);
+            end = ends[n / 2 % ENDS];
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty + 8 * stage_of(n + 1));
+            if (!end) continue;
+        const s64 begin = (s64)(abs(end) - 1) * T * H;
+        if (keeper >= 0 && heads[team * N + keeper] >= 0) stats[begin + heads[team * N + keeper]] = stats_so_far[team][keeper];
 #pragma unroll
         for (int j = 0; j < N / 8; j++)
 #pragma unroll
@@ -260,5 +335,6 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
 #pragma unroll
                 for (int b = 0; b < BLOCKS; b++) to[b * 64] = o[b][4 * j + e], to[b * 64 + 8] = o[b][4 * j + 2 + e];
             }
+        begin_piece();
     }
 }

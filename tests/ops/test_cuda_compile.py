@@ -45,6 +45,7 @@ from cuda_backend.layout import (
     split_rows,
     split_tiles,
     takes_64_rows,
+    takes_wide,
     tile_defines,
     whole_tiles,
     wide_tiles,
@@ -179,6 +180,12 @@ def packed_builds(card: Card) -> list[Build]:
         for form in (formats, exact):
             tiles = splits_of_64(card, d, longest, form is exact)
             builds += [("split", (*t, *form, "WINDOWED=0", f"ALONE={alone}")) for t in tiles for alone in (0, 1)]
+            if not takes_wide(card, d, 96, keys.lower()):
+                continue
+            wide = [wide_tiles(card, d, 3 * n, longest)[0] for n in WIDE_GROUPS]
+            builds += [("wide", (*t, *form, "WINDOWED=0", f"ALONE={alone}")) for t in wide for alone in (0, 1)]
+            tiles += splits(card, d, longest, form is exact)
+            builds += [("split", (*t, *form, "TAILS=1", "WINDOWED=0", f"ALONE={n}")) for t in tiles for n in (0, 1)]
         if d in (128, 256) and {keys.lower(), values.lower()} <= ONE_ROW_CODES:
             tiled = [(one_row_tiles(card, d, longest, form is exact), form) for form in (formats, exact)]
             builds += [

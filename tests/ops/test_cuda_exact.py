@@ -15,10 +15,12 @@ from common.storage import NATIVE, KVSpec
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cases import array  # noqa: E402
-from cuda_rows import attend, outliers, rows_of  # noqa: E402
+from cuda_rows import attend, on_hopper, on_multiprocessors, outliers, rows_of  # noqa: E402
 
 from cuda_backend import replay  # noqa: E402
+from cuda_backend.attention import pieces_launches  # noqa: E402
 from cuda_backend.caches.formats import KEYS, PACKED  # noqa: E402
+from cuda_backend.exact import open_exact  # noqa: E402
 from cuda_backend.layout import ONE_ROW_CODES  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 
@@ -185,6 +187,33 @@ def test_larger_blocks_after_a_long_past(pair, ops, monkeypatch):
     out = attend(ops, pool, rows_at(joined.tokens, many[0].heads, 128), joined)
     for read, at in zip(alone, joined.runs, strict=True):
         assert np.array_equal(np.concatenate([read.chain([token]) for token in range(500, 514)]), out[at])
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+@pytest.mark.parametrize("counts", [(20, 70, 30), (0, 0, 100), (0, 150, 0), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize(("H", "K", "D"), [(24, 4, 256), (24, 2, 128)])
+@pytest.mark.parametrize("pair", [*FEW, ("bf16", "lm2"), (NATIVE, "q8_0")], ids="/".join)
+def test_products_of_warp_groups(pair, H, K, D, counts, multiprocessors, ops, monkeypatch):
+    """Rows of trees after a long past have the bits of plain decoding: kernels/wide.cu has the tiles without exact rows.
+
+    After groups of several tiles, split.cu goes on where wide.cu ends within one.
+    """
+    monkeypatch.setattr(replay, "LONG_PAST", 100)
+    monkeypatch.setattr(ops, "context", on_multiprocessors(on_hopper(ops.context), multiprocessors))
+    spec = spec_of(pair, K, D, **dict(zip(("calibration", "sinks", "recent"), counts, strict=True)))
+    for past, n in ((300, 9), (448, 20)):
+        many, alone = Read(ops, spec, H), Read(ops, spec, H)
+        for read in (many, alone):
+            for start in range(0, past, 60):
+                read.chain(range(start, min(past, start + 60)))
+        tree = Step.tree(500 + np.arange(n, dtype=np.int32), [PAST, *(max(PAST, t - 3) for t in range(n - 1))], past)
+        step, kv = ops.context.step_of(tree, many.state[0].kv.store), many.state[0].kv
+        exact = open_exact(ops.context, kv, n, H, step)
+        launches = pieces_launches(ops.context.card, kv, replace(step, long_past=True), H // K, exact, 0)
+        assert [x.name for x in launches] == (["wide", "split"] if n * H // K >= {256: 24, 128: 96}[D] else ["split"])
+        out = many.step(tree)
+        for row in np.flatnonzero(tree.visible[n - 1]):
+            assert np.array_equal(alone.chain(tree.tokens[row : row + 1])[0], out[row])
 
 
 @pytest.mark.parametrize("past", [3, 6, 40, 200])
