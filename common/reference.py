@@ -28,6 +28,7 @@ from common.storage import ConvSpec, DeltaSpec, Kind, KVSpec, LatentSpec, LayerS
 from common.tensors import Tensor
 from common.visible import exact_rows, seen_rows
 
+ATTENDED = 128  # rows of a long step that attend together: later ones see more
 CACHED = 1 << 19  # elements of a matrix that stay in a core's cache while one row after the other is multiplied
 
 
@@ -92,11 +93,11 @@ class NumpyOps(Ops):
 
     def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
         rows = min(rows, tokens)
-        scores = max(layer.heads for layer in layers) * rows * tokens * 4
+        scores = max(layer.heads for layer in layers) * min(rows, ATTENDED) * tokens * 4
         values = max(max(layer.mixer, 2 * layer.ffn) + 4 * layer.hidden for layer in layers)  # silu has temporaries
         expanded = max(layer.expanded for layer in layers) * tokens * 4
         decoded = max(decoded_bytes(layer, tokens) for layer in layers)
-        return 3 * scores + rows * tokens + rows * values * 4 + expanded + decoded
+        return 2 * scores + rows * tokens + rows * values * 4 + expanded + decoded
 
     def free_bytes(self) -> tuple[int, str]:
         return available_bytes()
@@ -308,15 +309,41 @@ def _latent_rows(kv: Any, latent: np.ndarray, k_rope: np.ndarray) -> np.ndarray:
 def _attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray, scale: float) -> np.ndarray:
     """softmax(scale q·k) v over the seen rows: q (T, H, D), keys (n, K, D), values (n, K, Dv) -> (T, H, Dv)"""
     T, H, D = q.shape
-    K = keys.shape[1]
-    if T <= MAX_DECODE_ROWS and not (T == 1 and seen.all()):
-        rows = ((q[t : t + 1], keys[at], values[at], seen[t : t + 1, at]) for t, at in enumerate(seen))
-        return np.concatenate([_attend(*row, scale) for row in rows])  # of one row's past at a time
-    scores = np.einsum("tkgd,nkd->kgtn", q.reshape(T, K, H // K, D) * np.float32(scale), keys)
-    scores = np.where(seen, scores, -np.inf)
-    scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    q = q.reshape(T, keys.shape[1], -1, D) * np.float32(scale)
+    is_long = T > MAX_DECODE_ROWS
+    size, attend_part = (
+        (ATTENDED, _attend_together) if is_long else (1, _attend_row)
+    )  # a decoding row is computed alone
+    out = []
+    for rows in (slice(at, at + size) for at in range(0, T, size)):
+        columns = np.flatnonzero(seen[rows].any(axis=0))
+        lowest, end = int(columns[0]), int(columns[-1]) + 1
+        own = slice(lowest, end) if len(columns) == end - lowest else columns  # a slice is not copied
+        out.append(attend_part(q[rows], keys[own], values[own], seen[rows, own]))
+    return np.concatenate(out).reshape(T, H, -1)
+
+
+def _attend_row(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """`_attend_together` of one row, T = 1, which sees all keys; einsum adds in one order for any number of threads."""
+    scores = _softmax(np.einsum("tkgd,nkd->kgtn", q, keys))
+    return np.einsum("kgtn,nkv->tkgv", scores, values)
+
+
+def _attend_together(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """softmax(q·k) v by BLAS: q (T, K, heads of a group, D), keys (n, K, D), values (n, K, Dv) -> (T, K, heads, Dv)"""
+    T, K, group, D = q.shape
+    scores = q.transpose(1, 2, 0, 3).reshape(K, group * T, D) @ keys.transpose(1, 2, 0)
+    np.copyto(scores.reshape(K, group, T, -1), -np.inf, where=~seen)
+    out = _softmax(scores) @ values.transpose(1, 0, 2)
+    return out.reshape(K, group, T, -1).transpose(2, 0, 1, 3)
+
+
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    """Softmax of the last axis, in place."""
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
-    return np.einsum("kgtn,nkv->tkgv", scores, values).reshape(T, H, -1)
+    return scores
 
 
 def _l2_normalized(x: np.ndarray) -> np.ndarray:

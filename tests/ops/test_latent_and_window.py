@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.ops import LatentWeights
-from common.step import PAST, Step
+from common.reference import NumpyOps
+from common.step import MAX_DECODE_ROWS, PAST, Step
 from common.storage import KVSpec, LatentSpec, state_bytes
 from common.weights import dense
 
@@ -28,6 +29,31 @@ def path_to(step, row):
 def softmax(scores):
     weights = np.exp(scores - scores.max())
     return weights / weights.sum()
+
+
+# -- rows of a long step -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("past", "window", "sinks"), [(0, None, 0), (70, None, 0), (70, 40, 0), (300, 40, 3)])
+def test_long_steps_attend_as_single_rows_do(past, window, sinks):
+    """A prompt, whose rows attend together, against its rows one after the other."""
+    random, ops, T = np.random.default_rng(3), NumpyOps(), MAX_DECODE_ROWS + 20
+    spec = [{"kv": KVSpec(2, 8, 8, window, sinks)}]
+    whole, single = ops.new_state(spec, 600), ops.new_state(spec, 600)
+
+    def attended(state, rows, length):
+        return ops.attention(*rows, state[0].kv, Step.chain(np.zeros(len(rows[0]), np.int32), length), 0.3, window)
+
+    before, rows = ([random.normal(size=(n, heads, 8)).astype(np.float32) for heads in (6, 2, 2)] for n in (past, T))
+    for state in (whole, single):
+        for t in range(past):
+            attended(state, [x[t : t + 1] for x in before], t)
+            state.commit([0])
+    together = attended(whole, rows, past)
+    for t in range(T):
+        alone = attended(single, [x[t : t + 1] for x in rows], past + t)
+        single.commit([0])
+        assert np.abs(together[t] - alone[0]).max() <= 1e-6
 
 
 # -- latent attention --------------------------------------------------------------------------------------------------
