@@ -194,7 +194,7 @@ def test_larger_blocks_after_a_long_past(pair, ops, monkeypatch):
 @pytest.mark.parametrize(("H", "K", "D"), [(24, 4, 256), (24, 2, 128)])
 @pytest.mark.parametrize("pair", [*FEW, ("bf16", "lm2"), (NATIVE, "q8_0")], ids="/".join)
 def test_products_of_warp_groups(pair, H, K, D, counts, multiprocessors, ops, monkeypatch):
-    """Rows of trees after a long past have the bits of plain decoding: kernels/wide.cu has the tiles without exact rows.
+    """Rows of trees after a long past have the bits of plain decoding; wide.cu computes the tiles without exact rows.
 
     After groups of several tiles, split.cu goes on where wide.cu ends within one.
     """
