@@ -320,7 +320,6 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
                 }
             }
             end = ends[n / 2 % ENDS];
-            __syncwarp();
             if (lane == 0) barrier_arrive(empty + 8 * stage_of(n + 1));
             if (!end) continue;
         const s64 begin = (s64)(abs(end) - 1) * T * H;
