@@ -22,6 +22,7 @@
 //           warp groups multiply in turns, values and then the next tile's keys, while the others find probabilities -> a step 8.26 ms
 //             against 8.24, 11.73 against 11.56 at 128K, 12.31 against 12.12 of 64 rows of WeDLM-8B
 //           the next tile's keys before the sums of a piece are written -> not timed: 342 bytes of registers spill
+//           the statistics of a row in registers -> spills one or two
 //           heads of 128 with 64 rows -> 76 against 73 of split.cu; 128 rows 100 against 144, 256 rows 198 against 276
 // Origin    FlashAttention-3 (Shah et al., arXiv 2407.08608)
 
@@ -212,116 +213,116 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
     int end = 0;
 #pragma unroll 1
     for (int n = 0; end >= 0; n += 2) {
-            float s[2][N / 2];
-            if (EXACT)
+        float s[2][N / 2];
+        if (EXACT)
 #pragma unroll
-                for (int j = 0; j < N / 8; j++) {
-                    const float2 shift = *(const float2*)&shifts[team * N + j * 8 + 2 * t];
-                    s[0][4 * j] = s[0][4 * j + 2] = shift.x, s[0][4 * j + 1] = s[0][4 * j + 3] = shift.y;
-                }
-            barrier_wait(full + 8 * stage_of(n), parity_of(n));
-            u32 tile = __shfl_sync(FULL, operand(shared_address(stages + stage_of(n) * TILE_BYTES)), 0);
+            for (int j = 0; j < N / 8; j++) {
+                const float2 shift = *(const float2*)&shifts[team * N + j * 8 + 2 * t];
+                s[0][4 * j] = s[0][4 * j + 2] = shift.x, s[0][4 * j + 1] = s[0][4 * j + 3] = shift.y;
+            }
+        barrier_wait(full + 8 * stage_of(n), parity_of(n));
+        u32 tile = __shfl_sync(FULL, operand(shared_address(stages + stage_of(n) * TILE_BYTES)), 0);
+        wgmma_begin();
+#pragma unroll
+        for (int d = 0; d < D / 16; d++)  // two sums, as split.cu has them
+            wgmma<N, 0>(s[d % 2], tile + d / 4 * (TILE * 8) + d % 4 * 2, q_operand + d / 4 * (ROWS * 8) + d % 4 * 2, d >= 2 || (EXACT && d == 0));
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (lane == 0) barrier_arrive(empty + 8 * stage_of(n));
+
+        // the maximum of each row: of 16 positions of the warp, by halving what a lane keeps, then of all
+        float most[N / 4];
+#pragma unroll
+        for (int j = 0; j < N / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float &x = s[0][4 * j + e], &y = s[0][4 * j + 2 + e];
+                x = (x + s[1][4 * j + e]) * scale, y = (y + s[1][4 * j + 2 + e]) * scale;
+                most[2 * j + e] = fmaxf(x, y);
+            }
+        const bool second_half = lane & 16, second_quarter = lane & 8;
+#pragma unroll
+        for (int k = 0; k < N / 8; k++) {
+            const float keep = second_half ? most[k + N / 8] : most[k], give = second_half ? most[k] : most[k + N / 8];
+            most[k] = fmaxf(keep, __shfl_xor_sync(FULL, give, 16));
+        }
+#pragma unroll
+        for (int k = 0; k < N / 16; k++) {
+            const float keep = second_quarter ? most[k + N / 16] : most[k], give = second_quarter ? most[k] : most[k + N / 16];
+            most[k] = fmaxf(keep, __shfl_xor_sync(FULL, give, 8));
+            most[k] = fmaxf(most[k], __shfl_xor_sync(FULL, most[k], 4));
+            const int number = second_half * (N / 8) + second_quarter * (N / 16) + k;
+            if (!(lane & 4)) ((float*)&tops[team][number / 2 * 8 + 2 * t + number % 2])[w] = most[k];
+        }
+        group_sync(1 + team);
+        if (keeper >= 0) {
+            const float4 m = tops[team][keeper];
+            float& top = stats_so_far[team][keeper].x;
+            const float best = ceilf(fmaxf(fmaxf(m.x, m.y), fmaxf(m.z, m.w))), both = fmaxf(top, best);
+            float* to = (float*)&factors[team][keeper / 2] + keeper % 2;
+            to[0] = power(top - both), to[2] = power(best - both), top = both, bases[team][keeper] = best == MINUS_INFINITY ? 0.0f : best;
+        }
+        group_sync(1 + team);
+#pragma unroll
+        for (int j = 0; j < N / 8; j += 2) {
+            u32 p[4];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float2 base = *(const float2*)&bases[team][(j + i) * 8 + 2 * t];
+                const float* x = s[0] + 4 * (j + i);
+                p[2 * i] = to_half2(exp2_for_half(x[0] - base.x), exp2_for_half(x[1] - base.y));
+                p[2 * i + 1] = to_half2(exp2_for_half(x[2] - base.x), exp2_for_half(x[3] - base.y));
+            }
+            stmatrix_transposed(p_to + j * 1024, p[0], p[1], p[2], p[3]);
+        }
+        show_products();
+        group_sync(1 + team);
+
+        barrier_wait(full + 8 * stage_of(n + 1), parity_of(n + 1));
+        tile = __shfl_sync(FULL, operand(shared_address(stages + stage_of(n + 1) * TILE_BYTES)), 0);
+        float sum[2][N / 2];
+        auto multiply = [&](int b) {
             wgmma_begin();
 #pragma unroll
-            for (int d = 0; d < D / 16; d++)  // two sums, as split.cu has them
-                wgmma<N, 0>(s[d % 2], tile + d / 4 * (TILE * 8) + d % 4 * 2, q_operand + d / 4 * (ROWS * 8) + d % 4 * 2, d >= 2 || (EXACT && d == 0));
+            for (int k = 0; k < TILE / 16; k++) wgmma<N, 1>(sum[b % 2], tile + b * (TILE * 8) + k * 128, p_operand + k * 2, k > 0);
             wgmma_commit();
-            wgmma_wait<0>();
-            if (lane == 0) barrier_arrive(empty + 8 * stage_of(n));
-
-            // the most of each row: of 16 positions of the warp, by halving what a lane keeps, then of all
-            float most[N / 4];
+        };
+        multiply(0);
+        if (w * 16 < N) {
+            float ones[4] = {};  // probabilities times ones
 #pragma unroll
-            for (int j = 0; j < N / 8; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float &x = s[0][4 * j + e], &y = s[0][4 * j + 2 + e];
-                    x = (x + s[1][4 * j + e]) * scale, y = (y + s[1][4 * j + 2 + e]) * scale;
-                    most[2 * j + e] = fmaxf(x, y);
-                }
-            const bool second_half = lane & 16, second_quarter = lane & 8;
-#pragma unroll
-            for (int k = 0; k < N / 8; k++) {
-                const float keep = second_half ? most[k + N / 8] : most[k], give = second_half ? most[k] : most[k + N / 8];
-                most[k] = fmaxf(keep, __shfl_xor_sync(FULL, give, 16));
-            }
-#pragma unroll
-            for (int k = 0; k < N / 16; k++) {
-                const float keep = second_quarter ? most[k + N / 16] : most[k], give = second_quarter ? most[k] : most[k + N / 16];
-                most[k] = fmaxf(keep, __shfl_xor_sync(FULL, give, 8));
-                most[k] = fmaxf(most[k], __shfl_xor_sync(FULL, most[k], 4));
-                const int number = second_half * (N / 8) + second_quarter * (N / 16) + k;
-                if (!(lane & 4)) ((float*)&tops[team][number / 2 * 8 + 2 * t + number % 2])[w] = most[k];
-            }
-            group_sync(1 + team);
-            if (keeper >= 0) {
-                const float4 m = tops[team][keeper];
-                float& top = stats_so_far[team][keeper].x;
-                const float best = ceilf(fmaxf(fmaxf(m.x, m.y), fmaxf(m.z, m.w))), both = fmaxf(top, best);
-                float* to = (float*)&factors[team][keeper / 2] + keeper % 2;
-                to[0] = power(top - both), to[2] = power(best - both), top = both, bases[team][keeper] = best == MINUS_INFINITY ? 0.0f : best;
-            }
-            group_sync(1 + team);
-#pragma unroll
-            for (int j = 0; j < N / 8; j += 2) {
+            for (int k = 0; k < TILE / 16; k++) {
                 u32 p[4];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const float2 base = *(const float2*)&bases[team][(j + i) * 8 + 2 * t];
-                    const float* x = s[0] + 4 * (j + i);
-                    p[2 * i] = to_half2(exp2_for_half(x[0] - base.x), exp2_for_half(x[1] - base.y));
-                    p[2 * i + 1] = to_half2(exp2_for_half(x[2] - base.x), exp2_for_half(x[3] - base.y));
-                }
-                stmatrix_transposed(p_to + j * 1024, p[0], p[1], p[2], p[3]);
+                ldmatrix(p, p_at + w * 2048 + swizzled(lane % 16, 2 * k + lane / 16));
+                mma(ones, p, 0x3c003c00, 0x3c003c00);
             }
-            show_products();
-            group_sync(1 + team);
-
-            barrier_wait(full + 8 * stage_of(n + 1), parity_of(n + 1));
-            tile = __shfl_sync(FULL, operand(shared_address(stages + stage_of(n + 1) * TILE_BYTES)), 0);
-            float sum[2][N / 2];
-            auto multiply = [&](int b) {
-                wgmma_begin();
+            if (keeper >= 0) {
+                float& l = stats_so_far[team][keeper].y;
+                const float* by = (const float*)&factors[team][keeper / 2] + keeper % 2;
+                l = l * by[0] + (t ? ones[2] : ones[0]) * by[2];
+            }
+        }
 #pragma unroll
-                for (int k = 0; k < TILE / 16; k++) wgmma<N, 1>(sum[b % 2], tile + b * (TILE * 8) + k * 128, p_operand + k * 2, k > 0);
-                wgmma_commit();
-            };
-            multiply(0);
-            if (w * 16 < N) {
-                float ones[4] = {};  // probabilities times ones
-#pragma unroll
-                for (int k = 0; k < TILE / 16; k++) {
-                    u32 p[4];
-                    ldmatrix(p, p_at + w * 2048 + swizzled(lane % 16, 2 * k + lane / 16));
-                    mma(ones, p, 0x3c003c00, 0x3c003c00);
-                }
-                if (keeper >= 0) {
-                    float& l = stats_so_far[team][keeper].y;
-                    const float* by = (const float*)&factors[team][keeper / 2] + keeper % 2;
-                    l = l * by[0] + (t ? ones[2] : ones[0]) * by[2];
-                }
+        for (int b = 0; b < BLOCKS; b++) {
+            if (b + 1 < BLOCKS) {
+                multiply(b + 1);
+                wgmma_wait<1>();
+            } else {
+                wgmma_wait<0>();
             }
 #pragma unroll
-            for (int b = 0; b < BLOCKS; b++) {
-                if (b + 1 < BLOCKS) {
-                    multiply(b + 1);
-                    wgmma_wait<1>();
-                } else {
-                    wgmma_wait<0>();
-                }
+            for (int j = 0; j < N / 8; j++) {
+                const float4 by = factors[team][j * 4 + t];
 #pragma unroll
-                for (int j = 0; j < N / 8; j++) {
-                    const float4 by = factors[team][j * 4 + t];
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        float& x = o[b][4 * j + i];
-                        x = __fmaf_rn(sum[b % 2][4 * j + i], i % 2 ? by.w : by.z, x * (i % 2 ? by.y : by.x));  // both products are exact
-                    }
+                for (int i = 0; i < 4; i++) {
+                    float& x = o[b][4 * j + i];
+                    x = __fmaf_rn(sum[b % 2][4 * j + i], i % 2 ? by.w : by.z, x * (i % 2 ? by.y : by.x));  // both products are exact
                 }
             }
-            end = ends[n / 2 % ENDS];
-            if (lane == 0) barrier_arrive(empty + 8 * stage_of(n + 1));
-            if (!end) continue;
+        }
+        end = ends[n / 2 % ENDS];
+        if (lane == 0) barrier_arrive(empty + 8 * stage_of(n + 1));
+        if (!end) continue;
         const s64 begin = (s64)(abs(end) - 1) * T * H;
         if (keeper >= 0 && heads[team * N + keeper] >= 0) stats[begin + heads[team * N + keeper]] = stats_so_far[team][keeper];
 #pragma unroll
