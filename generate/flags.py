@@ -25,9 +25,9 @@ BACKENDS = ("cuda", "mlx", "numpy")
 COMPRESSION = ("off", "auto", "always")
 DEFAULT_MODEL = "demo"
 LEFT_OUT = {  # flags of llama.cpp
-    **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), "leave it out: the GPU takes the whole model"),
+    **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), "leave it out: a GPU holds the whole model"),
     **dict.fromkeys(("-t", "--threads"), "leave it out: all cores are used"),
-    **dict.fromkeys(("-fa", "--flash-attn"), "leave it out: attention is always computed so"),
+    **dict.fromkeys(("-fa", "--flash-attn"), "leave it out: there is no other attention to choose"),
 }
 MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo, demo-wedlm, or smollm2"
 
