@@ -77,6 +77,8 @@ class PrefixDisk:
         self.fingerprint, self.report = fingerprint, report
         self.known: dict[str, Known] = {}
         self._lock = threading.Lock()
+        self._looked = 0  # when the folder was last changed, as of the last look
+        self._ignored = set[str]()  # names of files
         self._jobs: queue.Queue[tuple[str, Saved] | None] = queue.Queue(IN_FLIGHT)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -120,6 +122,7 @@ class PrefixDisk:
         The beginning of a longer state is read if it has at least PAGE tokens more than that; of several such states
         the shortest, since its file has no rows that only longer prefixes need.
         """
+        self._look()
         with self._lock:
             fitting = [
                 (n, -len(known.tokens), key)
@@ -149,12 +152,9 @@ class PrefixDisk:
         for path in sorted(self.folder.iterdir()):
             if PARTIAL.fullmatch(path.name) and not is_held(path):
                 path.unlink(missing_ok=True)  # of a process that was ended while it wrote
-            elif NAME.fullmatch(path.name):
-                try:
-                    header = read_header(path, self.fingerprint)
-                    self.known[header.key] = Known.of(header)
-                except (BimetalError, OSError) as error:
-                    self._ignore(path, error)
+        self._looked = self.folder.stat().st_mtime_ns
+        for header in self._new_headers():
+            self.known[header.key] = Known.of(header)
         for key, known in sorted(self.known.items(), key=lambda item: len(item[1].tokens)):
             before, file = self.known.get(known.base), known.header
             follows = before is not None and before.begins(known.tokens, known.long_steps)
@@ -162,10 +162,32 @@ class PrefixDisk:
                 self._ignore(file.path, DamagedError(f"{file.path} continues a state that is gone"))
                 del self.known[key]
 
+    def _look(self) -> None:
+        """Find the files that other processes have written since the last look; a file is found after its base."""
+        with suppress(OSError):
+            changed = self.folder.stat().st_mtime_ns
+            if changed == self._looked:
+                return
+            self._looked = changed
+            for header in sorted(self._new_headers(), key=lambda header: len(header.tokens)):
+                with self._lock:
+                    if not header.base or header.base in self.known:
+                        self.known.setdefault(header.key, Known.of(header))
+
+    def _new_headers(self) -> Iterator[Header]:
+        """Read the headers of the files that are neither known nor ignored; reports those that cannot be used."""
+        for path in sorted(self.folder.iterdir()):
+            if NAME.fullmatch(path.name) and path.stem not in self.known and path.name not in self._ignored:
+                try:
+                    yield read_header(path, self.fingerprint)
+                except (BimetalError, OSError) as error:
+                    self._ignore(path, error)
+
     def _ignore(self, path: Path, error: Exception) -> None:
         """Report a file that cannot be used; one of ours that is damaged is deleted."""
         if isinstance(error, FileNotFoundError):
             return  # another process made room
+        self._ignored.add(path.name)
         damaged = isinstance(error, DamagedError)
         what = of_system(error) if isinstance(error, OSError) else error
         self.report(f"{what}; it is {'deleted' if damaged else 'ignored'}")

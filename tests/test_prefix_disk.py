@@ -444,6 +444,19 @@ def test_a_file_that_another_process_deleted(tmp_path):
         assert opened.lines == []
 
 
+def test_a_state_that_another_process_writes_later(tmp_path, points):
+    """Files were found at the start alone."""
+    with Opened(tmp_path) as one, Opened(tmp_path) as other:
+        assert other.found(points, text(401), turn=100, end=400) == 0
+        one.offer(points, text(100), turn=100)
+        one.offer(points, text(400), turn=100)
+        (other.disk.folder / f"{'0' * 32}.state").write_bytes(b"no state")
+        for _ in range(2):
+            clear(other.cache)
+            assert other.found(points, text(401), turn=100, end=400) == 400
+        assert len(other.lines) == 1  # about the file that is no state, once
+
+
 def test_a_state_that_another_process_writes_too(tmp_path):
     """The second process, which lacks the file that the first one's state continues, keeps what is there."""
     with Opened(tmp_path) as one, Opened(tmp_path) as other:
