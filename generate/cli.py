@@ -136,7 +136,7 @@ def _finish(args: argparse.Namespace, rest: list[str]) -> None:
             many = "is not named" if args.model is None else "is named twice"
             raise UsageError(f"the model {many}; give it as MODEL or by --model")
         args.model = args.named if args.model is None else args.model
-    if args.command == "serve" and args.named is not None:
+    if args.command in ("serve", "bench") and args.named is not None:
         if "model" in args.given:
             raise UsageError("the model is named twice; give it as MODEL or by --model")
         args.model = args.named

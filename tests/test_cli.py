@@ -112,6 +112,7 @@ def test_the_model_of_a_server_needs_no_flag():
     for argv in (["demo-wedlm"], ["--port", "0", "demo-wedlm"], ["-m", "demo-wedlm"]):
         assert parse(["serve", *argv]).model == "demo-wedlm"
     assert parse(["serve"]).model == "demo"
+    assert parse(["bench", "--runs", "1", "demo-wedlm"]).options.model == "demo-wedlm"
 
 
 def test_a_reply_without_a_limit(run):

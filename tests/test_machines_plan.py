@@ -200,7 +200,10 @@ def test_the_command(name, tmp_path, capsys):
             {"machines": [{"memory": "64GB", "read_gbs": 1, "tflops": 1, "step_ms": float("nan")}]},
             "step_ms is nan; it must",
         ),
-        ({"machines": 3}, "describes no machines"),
+        ({"machines": 3}, "describes no machines: machines is 3; it must be a list"),
+        ({"machines": [3]}, "machine 1 is 3; it must be an object with entries"),
+        ({"link": [3]}, "link is [3]; it must be an object with entries"),
+        ({"machines": [{"memory": "1GB", "read_gbs": None, "tflops": 1}]}, "read_gbs is None; it must be a finite"),
     ],
 )
 def test_files_that_describe_no_machines(change, message, tmp_path, capsys):
