@@ -181,7 +181,7 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        why = error.strerror or str(error)
+        why = (error.strerror or str(error)).partition(" (while")[0]  # after which Python repeats the address
         raise BimetalError(f"cannot listen on {host}:{port}: {why}; choose another --host or --port") from None
 
 

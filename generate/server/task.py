@@ -88,6 +88,10 @@ def prepare(llm: LLM, facts: Facts, task: Task) -> list[Ready]:
         prompts = rendered(llm, task)
     except PromptTooLongError as error:
         raise too_long(error, task.field) from None
+    except UsageError as error:
+        if any(isinstance(prompt, Chat) for prompt in task.prompts):  # whose options may be at fault
+            raise
+        raise ApiError(400, str(error), param=task.field) from None
     return [Ready(prompt, _guide(facts, task, prompt, inner)) for prompt in prompts]
 
 

@@ -64,6 +64,11 @@ def test_a_limit_of_minus_1_is_none(scripted, path, key):
     assert "-1, for no limit" in refused.json()["error"]["message"]
 
 
+def test_a_prompt_of_unknown_tokens_is_the_fault_of_its_field(client):
+    refused = ask(client, prompt=[10**8])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+
 def test_sampling_of_the_server(scripted):
     """Flags of `serve` were refused; they hold where a request has no value of its own."""
     flags = ["--temp", "0.5", "--top-k", "4", "--top-p", "0.9", "--min-p", "0.1", "--repeat-penalty", "1.5", "-s", "3"]
