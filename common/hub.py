@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from common.demo import demo_path, is_demo
-from common.errors import BimetalError
+from common.errors import BimetalError, shown
 from common.hub_answers import (
     COMMIT,
     WAITS,
@@ -91,7 +91,7 @@ def _local(name: str) -> Path | re.Match[str]:
         raise BimetalError(f"there is no file or directory {name!r}")
     match = NAME.fullmatch(name)
     if match is None:
-        raise BimetalError(f"model name {name!r} is neither an existing path nor of a supported form: {FORMS}")
+        raise BimetalError(f"model name {shown(name)} is neither an existing path nor of a supported form: {FORMS}")
     return match
 
 
