@@ -19,6 +19,7 @@ from common.errors import BimetalError, UsageError
 from common.hub import find_model
 from generate.flags import LOAD, OPTIONS
 from generate.llm import LLM
+from generate.machines import check_load
 from generate.server import proxy
 from generate.server.app import build
 from generate.server.compression import KEEP_RATIO, Compression, compressor_for
@@ -39,7 +40,7 @@ SWITCH = 0.0005  # seconds: the model's thread asks for the interpreter after ea
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it; 0 after a SIGTERM or Ctrl-C that let all replies finish."""
     policy, compression, upstream = policy_of(args), compression_of(args), upstream_of(args)
-    check_models(args)
+    check_loading(args)
     log, service = Log(args.log_json), Service(args.max_queue, options=args.options)
     served = {"model": args.model} if upstream is None else {"upstream": upstream.base}
     app = build(service, policy, log) if upstream is None else proxy.build(service, upstream, policy, log)
@@ -76,8 +77,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_models(args: argparse.Namespace) -> None:
-    """Refuse models that do not exist, and paths that hold none, before anything listens: BimetalError."""
+def check_loading(args: argparse.Namespace) -> None:
+    """Refuse models that do not exist, and paths that hold none, before anything listens: BimetalError, UsageError."""
+    check_load(args.load)
     drafts = [name for name in (args.draft, args.prefill_drafter) if name not in (None, "mtp", "demo")]
     for name in drafts if args.prefill_upstream_base else [args.model, *drafts]:
         path = find_model(name)

@@ -742,10 +742,11 @@ def test_what_cannot_be_served_ends_with_a_sentence(tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 1
+    assert main(["serve", "--port", "0", "--tensor-parallel", "2"]) == 2
     assert main(["serve", "--host", "0.0.0.0"]) == 2
     assert main(["serve", "--host", "256.1.1.1", "--insecure"]) == 1
     err = capsys.readouterr().err
-    assert err.count("error: ") == err.count("\n") == 7  # no line says that the server listens
+    assert err.count("error: ") == err.count("\n") == 8  # no line says that the server listens
     assert "Traceback" not in err
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --host or --port" in err
     assert threading.active_count() < 50
