@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable
+from difflib import get_close_matches
 from itertools import takewhile
 from typing import Any, NoReturn
 
@@ -24,10 +25,16 @@ NEGATIVE = re.compile(r"-(\.?\d|inf)")  # the beginning of a value, such as -1GB
 BACKENDS = ("cuda", "mlx", "numpy")
 COMPRESSION = ("off", "auto", "always")
 DEFAULT_MODEL = "demo"
-LEFT_OUT = {  # flags of llama.cpp
+ELSEWHERE = {  # what flags of llama.cpp and vLLM are here
     **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), "leave it out: a GPU holds the whole model"),
     **dict.fromkeys(("-t", "--threads"), "leave it out: all cores are used"),
     **dict.fromkeys(("-fa", "--flash-attn"), "leave it out: there is no other attention to choose"),
+    **dict.fromkeys(("--alias", "--served-model-name"), "leave it out: every name in a request means the served model"),
+    "--jinja": "leave it out: the model's chat template is always used",
+    "--max-model-len": "it is --ctx N",
+    "--max-num-seqs": "it is --parallel N",
+    "--tensor-parallel-size": "it is --tensor-parallel N",
+    "--gpu-memory-utilization": "it is --memory SIZE",
 }
 MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo, demo-wedlm, or smollm2"
 
@@ -74,7 +81,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any):
         options.setdefault("allow_abbrev", False)
         super().__init__(*args, **options)
-        self.hints = dict(LEFT_OUT)
+        self.hints = dict(ELSEWHERE)
         self.register("action", None, Once)
         self._negative_number_matcher = NEGATIVE
 
@@ -115,8 +122,9 @@ class Parser(argparse.ArgumentParser):
             flag = word.partition("=")[0]
             action = self._option_string_actions.get(flag)
             if action is None and not takes_value and (flag.startswith("--") or SHORT.fullmatch(flag)):
-                hint = f"; {self.hints[flag]}" if flag in self.hints else ""
-                self.error(f"unrecognized arguments: {flag}{hint}")
+                near = get_close_matches(flag, self._option_string_actions, 1, 0.8)
+                hint = self.hints.get(flag) or (f"did you mean {near[0]}?" if near else None)
+                self.error(f"unrecognized arguments: {flag}{f'; {hint}' if hint else ''}")
             takes_value = action is not None and action.nargs is None and word == flag
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -200,7 +200,7 @@ def test_seed_and_stop(run):
         (["--tree-budget", "9" * 5000], f"'{'9' * 79} is neither auto nor a whole number from 1 to 135"),
         (["--top-k", "9" * 5000], f"--top-k: {'9' * 30}... has 5000 digits; at most 30 are supported"),
         (["--think", "--no-think"], "argument --think/--no-think: is given more than once"),
-        (["--temperatur", "1"], "unrecognized arguments: --temperatur; see"),
+        (["--temperatur", "1"], "unrecognized arguments: --temperatur; did you mean --temperature?; see"),
         (["there"], "'there' is neither a flag nor the value of one; a text with spaces goes in quotes"),
         (["-n", "0"], "'0' is not a whole number of at least 1; -1 is no limit but the context"),
         (["-n", "-3"], "'-3' is not a whole number of at least 1; -1 is no limit but the context"),
@@ -281,6 +281,7 @@ def test_an_empty_prompt(run):
             2,
             "unrecognized arguments: --spec; bench measures every speculative mode on the",
         ),
+        (["serve", "--max-model-len", "8"], 2, "unrecognized arguments: --max-model-len; it is --ctx N; see"),
         (["plan", "demo", "--machines", "x"], 2, "unrecognized arguments: --machines; --cluster FILE predicts for"),
         (["bench", "--nonsense", "x"], 2, "unrecognized arguments: --nonsense; see python -m generate bench --help"),
         (
