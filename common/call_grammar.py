@@ -10,6 +10,7 @@ from common.grammar import json_rule
 from common.tokenizer import Tokenizer
 from common.tools import CLOSE, GLM, HERMES, OPEN, QWEN_XML, Schemas, Syntax
 
+REPLY = "the reply"  # what has the schema of JSON that is no call, in errors
 MOST_CALLS = 16  # of one reply
 MOST_RULES = 1 << 20  # characters of a tool's rules
 
@@ -20,11 +21,7 @@ def reply_grammar(schema: Any, calls: str) -> str:
     schema  None: no JSON; calls: "" without
     """
     starts = (["reply"] if schema is not None else []) + (["calls"] if calls else [])
-    return (
-        f"start: {' | '.join(starts)}\n"
-        + (json_rule("reply", schema, "the reply") if schema is not None else "")
-        + calls
-    )
+    return f"start: {' | '.join(starts)}\n" + (json_rule("reply", schema, REPLY) if schema is not None else "") + calls
 
 
 def call_rules(syntax: Syntax, tools: Schemas, tokenizer: Tokenizer, several: bool) -> str:

@@ -22,6 +22,17 @@ OF, GUIDANCE = "$comment", "x-guidance"  # keys of a schema: what has it, and op
 MOST_TRIES = 64  # of parts of a schema, of which one is at fault; each takes a millisecond
 
 
+class SchemaError(UsageError):
+    """A JSON schema that is not supported.
+
+    of  what has it, as `json_rule` takes it
+    """
+
+    def __init__(self, message: str, of: str):
+        super().__init__(message)
+        self.of = of
+
+
 class Grammars:
     """Makes guides for one tokenizer; what llguidance needs of it is found at the first use.
 
@@ -45,13 +56,13 @@ class Grammars:
         """Return a function that makes a guide of one reply.
 
         grammar  in llguidance's Lark dialect. Raises UsageError where it is none; of a schema that `json_rule` wrote
-                 the error names the place.
+                 a SchemaError, which names the place.
         """
         with self._lock:
             known = self._known
         matcher = _matcher(known, grammar)
         if matcher.is_error():
-            raise UsageError(_refusal(known, grammar, matcher.get_error()))
+            raise _refusal(known, grammar, matcher.get_error())
         _Matched(matcher.deep_copy(), self._vocab).allowed()  # a schema that is a reference to itself fails only here
         return lambda: _Matched(matcher.deep_copy(), self._vocab)
 
@@ -65,15 +76,16 @@ def _matcher(known: Any, grammar: str) -> Any:
         raise UsageError(f"the grammar is refused: {_words(str(error))}") from None
 
 
-def _refusal(known: Any, grammar: str, error: str) -> str:
+def _refusal(known: Any, grammar: str, error: str) -> UsageError:
     """Put an error of llguidance about a grammar into one sentence; of a rule of `json_rule` with the place in it."""
     found = SCHEMA_ERROR.match(error)
     rule = grammar.split("\n")[int(found[1]) - 1] if found else ""
     if OF not in rule:
-        return f"the grammar is not supported: {_words(error)}"
+        return UsageError(f"the grammar is not supported: {_words(error)}")
     schema = json.loads(rule.partition(" %json ")[2])
     place = _place(known, schema, _words(error))
-    return f"the JSON schema of {schema[OF]} is not supported{f' at #{place}' if place else ''}: {_words(error)}"
+    where = f" at #{place}" if place else ""
+    return SchemaError(f"the JSON schema of {schema[OF]} is not supported{where}: {_words(error)}", schema[OF])
 
 
 def _place(known: Any, schema: Mapping[str, Any], why: str) -> str:

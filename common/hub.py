@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from common.demo import demo_path, is_demo
-from common.errors import BimetalError
+from common.errors import BimetalError, shown
 from common.hub_answers import (
     COMMIT,
     WAITS,
@@ -56,21 +56,50 @@ def resolve_model(name: str, *, progress: bool = True, revision: str | None = No
     A repository is asked for its current commit; what the cache lacks of it is downloaded, continuing what an earlier
     run has left. When it cannot be asked, a cached copy serves. Raises BimetalError.
     """
-    path = Path(os.path.expanduser(name))
-    ours = name == "smollm2" or is_demo(name)
-    if ours or (name and os.path.exists(path)):
+    found = _local(name)
+    if isinstance(found, Path):
         if revision is not None:
             raise BimetalError(f"{name} is on this machine and has no revision {revision!r}")
-        return path if os.path.exists(path) else _packaged(name)
+        return found
+    if revision is not None and not is_relative(revision):
+        raise BimetalError(f"revision {revision!r} is not the name of a branch, a tag or a commit")
+    return _resolve_repo(found["repo"], found["file"], found["quant"], progress, revision)
+
+
+def find_model(name: str) -> Path | None:
+    """The path of a model that is no repository; None for a repository that the cache or the Hub has.
+
+    Downloads nothing, and does not ask the Hub for a repository that the cache has. Raises BimetalError.
+    """
+    found = _local(name)
+    if isinstance(found, Path):
+        return found
+    if _cached_listing(_storage(found["repo"]), None) is None:
+        choose_files(remote_listing(found["repo"], None).sizes, found["repo"], found["file"], found["quant"])
+    return None
+
+
+def _local(name: str) -> Path | re.Match[str]:
+    """Return the path of a model on this machine, or the parts of the name of a repository; raises BimetalError."""
+    path = Path(os.path.expanduser(name))
+    if name and os.path.exists(path):
+        return path
+    if name == "smollm2" or is_demo(name):
+        return _packaged(name)
     is_file = name.endswith((".gguf", ".safetensors")) and name.count("/") < 2 and ":" not in name
     if is_file or name.startswith(("/", "./", "../", "~")):
         raise BimetalError(f"there is no file or directory {name!r}")
     match = NAME.fullmatch(name)
     if match is None:
-        raise BimetalError(f"model name {name!r} is neither an existing path nor of a supported form: {FORMS}")
-    if revision is not None and not is_relative(revision):
-        raise BimetalError(f"revision {revision!r} is not the name of a branch, a tag or a commit")
-    return _resolve_repo(match["repo"], match["file"], match["quant"], progress, revision)
+        raise BimetalError(f"model name {shown(name)} is neither an existing path nor of a supported form: {FORMS}")
+    return match
+
+
+def _storage(repo: str) -> Path:
+    """Return the folder of a repository in the cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE, "models--" + repo.replace("/", "--"))
 
 
 def _packaged(name: str) -> Path:
@@ -89,7 +118,7 @@ def _resolve_repo(repo: str, file: str | None, quant: str | None, progress: bool
     check_endpoint()
     from huggingface_hub import constants
 
-    storage = Path(constants.HF_HUB_CACHE, "models--" + repo.replace("/", "--"))
+    storage = _storage(repo)
     try:
         listing, where = remote_listing(repo, revision), repo
     except HubUnavailableError:

@@ -21,6 +21,8 @@ OTHER_NAMES = {  # of other programs, and earlier ones of our own
     "max_length": "max_tokens",
     "n_predict": "max_tokens",
     "num_predict": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "temp": "temperature",
     "top_logprobs": "logprobs",
     "stop_strings": "stop",
     "stop_sequences": "stop",
@@ -108,6 +110,8 @@ def _hint(unknown: str, options: type[Options], named: Sequence[str]) -> str:
 
     named  the function's parameters beside the options
     """
+    if unknown == "stream":
+        return "stream(prompt) and stream_chat(messages) give a reply in pieces"
     places: dict[str, str] = {}
     for kind, place in ((LoadOptions, "load"), (ChatOptions, "chat"), (GenerationOptions, "generate")):
         places |= {f.name: place for f in fields(kind)}

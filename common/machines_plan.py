@@ -13,7 +13,7 @@ experts   experts shared, all else on each: the busiest machine's experts, all e
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from common.amounts import parse_size
-from common.errors import BimetalError, UsageError
+from common.errors import BimetalError, UsageError, shown
 from common.layer_shares import share_layers
 
 CHUNK = 512  # rows of a prompt's step
@@ -96,7 +96,10 @@ class Way:
 def read_hosts(path: Path) -> tuple[list[Host], Link]:
     """Read {"machines": [{"name", "memory", "read_gbs", "step_ms", "tflops"}, ...], "link": {"gbs", "us", "gpus"}}."""
     try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
+        values = _object("it", json.loads(path.read_text(encoding="utf-8")))
+        machines, between = values["machines"], _object("link", values["link"])
+        if not isinstance(machines, list):
+            raise ValueError(f"machines is {shown(machines)}; it must be a list")
         hosts = [
             Host(
                 str(each.get("name", number)),
@@ -105,15 +108,16 @@ def read_hosts(path: Path) -> tuple[list[Host], Link]:
                 _finite(each.get("step_ms", 0), "step_ms") * 1e-3,
                 _positive(each, "tflops") * 1e12,
             )
-            for number, each in enumerate(values["machines"], 1)
+            for number, machine in enumerate(machines, 1)
+            if (each := _object(f"machine {number}", machine))
         ]
-        gpus = values["link"].get("gpus", False)
+        gpus = between.get("gpus", False)
         if not isinstance(gpus, bool):
             raise ValueError(f"gpus is {gpus!r}; it must be true or false")
-        link = Link(_positive(values["link"], "gbs") * 1e9, _positive(values["link"], "us") * 1e-6, gpus)
+        link = Link(_positive(between, "gbs") * 1e9, _positive(between, "us") * 1e-6, gpus)
     except KeyError as error:
         raise BimetalError(f"{path} lacks {error}; docs/machines.md shows such a file") from None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError) as error:
         raise BimetalError(f"{path} describes no machines: {error}") from None
     if not hosts or any(host.step < 0 for host in hosts):
         raise BimetalError(
@@ -122,7 +126,13 @@ def read_hosts(path: Path) -> tuple[list[Host], Link]:
     return hosts, link
 
 
-def _positive(values: Any, name: str) -> float:
+def _object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        raise ValueError(f"{name} is {shown(value)}; it must be an object with entries")
+    return value
+
+
+def _positive(values: Mapping[str, Any], name: str) -> float:
     number = _finite(values[name], name)
     if number <= 0:
         raise ValueError(f"{name} is {values[name]}; it must be above 0")
@@ -130,9 +140,9 @@ def _positive(values: Any, name: str) -> float:
 
 
 def _finite(value: Any, name: str) -> float:
-    if not math.isfinite(number := float(value)):
-        raise ValueError(f"{name} is {value}; it must be a finite number")
-    return number
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} is {shown(value)}; it must be a finite number")
+    return float(value)
 
 
 def exchange(link: Link, machines: int, size: float) -> float:

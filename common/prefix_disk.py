@@ -23,7 +23,7 @@ from common.files import is_held
 from common.prefix_cache import Saved
 from common.prefix_file import DamagedError, Header, file_bytes, is_ours, key_of, read, read_header, write
 from common.prefix_tree import PAGE
-from common.reading import Reading, common_length
+from common.reading import Reading, common_length, same_steps
 from common.step import LongStep
 
 NAME = re.compile(r"[0-9a-f]{32}\.state")
@@ -38,22 +38,25 @@ def to_stderr(line: str) -> None:
 
 @dataclass(frozen=True)
 class Known:
-    """A state on the disk, or one that waits to be written, which has no header."""
+    """A state on the disk, or one that waits to be written, which has no header.
+
+    base   the file that has the rows of the tokens before `first`, and may have more; "" without one
+    first  of the tokens whose rows are in the file itself
+    """
 
     tokens: np.ndarray
     long_steps: tuple[LongStep, ...]
     base: str
+    first: int
     header: Header | None = None
 
     @classmethod
     def of(cls, header: Header) -> "Known":
-        return cls(header.tokens, header.long_steps, header.base, header)
+        return cls(header.tokens, header.long_steps, header.base, header.first, header)
 
-    def begins(self, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> bool:
-        """Test whether a longer state with such tokens and long steps went through this one."""
-        n = len(self.tokens)
-        before = tuple(step for step in long_steps if step[0] < n)
-        return n < len(tokens) and before == self.long_steps and np.array_equal(self.tokens, tokens[:n])
+    def shared(self, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> int:
+        """Count the first tokens, but for the last one, whose rows a state with such long steps has in common."""
+        return same_steps(common_length(self.tokens, tokens[:-1]), self.long_steps, long_steps)
 
     def usable(self, tokens: np.ndarray, reading: Reading) -> int:
         """Count the first tokens of a prompt, but for its last one, after which `reading` can continue from this state.
@@ -77,6 +80,8 @@ class PrefixDisk:
         self.fingerprint, self.report = fingerprint, report
         self.known: dict[str, Known] = {}
         self._lock = threading.Lock()
+        self._looked = 0  # when the folder was last changed, as of the last look
+        self._ignored = set[str]()  # names of files
         self._jobs: queue.Queue[tuple[str, Saved] | None] = queue.Queue(IN_FLIGHT)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -98,17 +103,16 @@ class PrefixDisk:
                 return None
             if self._jobs.full():
                 return None
-            base = self._base(tokens, long_steps)
-            return len(self.known[base].tokens) if base else 0
+            return self._base(tokens, long_steps)[0]
 
     def put(self, saved: Saved) -> None:
         """Write a state soon, of which the rows before `saved.first` are kept already."""
         key = key_of(self.fingerprint, saved.tokens, saved.long_steps)
         with self._lock:
-            base = self._base(saved.tokens, saved.long_steps)
-            if (len(self.known[base].tokens) if base else 0) != saved.first:
+            first, base = self._base(saved.tokens, saved.long_steps)
+            if first != saved.first:
                 return  # the file that it continues is gone
-            self.known[key] = Known(saved.tokens, saved.long_steps, base)
+            self.known[key] = Known(saved.tokens, saved.long_steps, base, first)
         try:
             self._jobs.put_nowait((key, saved))
         except queue.Full:
@@ -120,6 +124,7 @@ class PrefixDisk:
         The beginning of a longer state is read if it has at least PAGE tokens more than that; of several such states
         the shortest, since its file has no rows that only longer prefixes need.
         """
+        self._look()
         with self._lock:
             fitting = [
                 (n, -len(known.tokens), key)
@@ -149,23 +154,42 @@ class PrefixDisk:
         for path in sorted(self.folder.iterdir()):
             if PARTIAL.fullmatch(path.name) and not is_held(path):
                 path.unlink(missing_ok=True)  # of a process that was ended while it wrote
-            elif NAME.fullmatch(path.name):
-                try:
-                    header = read_header(path, self.fingerprint)
-                    self.known[header.key] = Known.of(header)
-                except (BimetalError, OSError) as error:
-                    self._ignore(path, error)
+        self._looked = self.folder.stat().st_mtime_ns
+        for header in self._new_headers():
+            self.known[header.key] = Known.of(header)
         for key, known in sorted(self.known.items(), key=lambda item: len(item[1].tokens)):
             before, file = self.known.get(known.base), known.header
-            follows = before is not None and before.begins(known.tokens, known.long_steps)
-            if file and known.base and not (before and follows and len(before.tokens) == file.first):
+            follows = before and before.first < known.first <= before.shared(known.tokens, known.long_steps)
+            if file and known.base and not follows:
                 self._ignore(file.path, DamagedError(f"{file.path} continues a state that is gone"))
                 del self.known[key]
+
+    def _look(self) -> None:
+        """Find the files that other processes have written since the last look; a file is found after its base."""
+        with suppress(OSError):
+            changed = self.folder.stat().st_mtime_ns
+            if changed == self._looked:
+                return
+            self._looked = changed
+            for header in sorted(self._new_headers(), key=lambda header: len(header.tokens)):
+                with self._lock:
+                    if not header.base or header.base in self.known:
+                        self.known.setdefault(header.key, Known.of(header))
+
+    def _new_headers(self) -> Iterator[Header]:
+        """Read the headers of the files that are neither known nor ignored; reports those that cannot be used."""
+        for path in sorted(self.folder.iterdir()):
+            if NAME.fullmatch(path.name) and path.stem not in self.known and path.name not in self._ignored:
+                try:
+                    yield read_header(path, self.fingerprint)
+                except (BimetalError, OSError) as error:
+                    self._ignore(path, error)
 
     def _ignore(self, path: Path, error: Exception) -> None:
         """Report a file that cannot be used; one of ours that is damaged is deleted."""
         if isinstance(error, FileNotFoundError):
             return  # another process made room
+        self._ignored.add(path.name)
         damaged = isinstance(error, DamagedError)
         what = of_system(error) if isinstance(error, OSError) else error
         self.report(f"{what}; it is {'deleted' if damaged else 'ignored'}")
@@ -183,13 +207,14 @@ class PrefixDisk:
             path = self._path(at)
             try:
                 header = self._adopted(at)
-                if files and (header.first >= files[-1].first or len(header.tokens) != files[-1].first):
+                end = min([length, *(file.first for file in files)])
+                if files and (header.first >= files[-1].first or len(header.tokens) < files[-1].first):
                     raise DamagedError(f"{path} lacks the tokens of the files that continue it")
-                if files and not Known.of(header).begins(files[0].tokens, files[0].long_steps):
+                if files and Known.of(header).shared(files[0].tokens, files[0].long_steps) < files[-1].first:
                     raise DamagedError(f"{path} has other tokens than the files that continue it")
                 files.append(header)
                 if header.first < length:
-                    parts.append(read(header, length))
+                    parts.append(read(header, end, has_end=len(files) == 1))
                 if any(_rows_alike(part) != _rows_alike(parts[0]) for part in parts):
                     raise DamagedError(f"{path} has rows of another shape than the files that continue it")
             except FileNotFoundError:  # another process made room
@@ -216,10 +241,19 @@ class PrefixDisk:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def _base(self, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> str:
-        """Find the longest state that one with such tokens continues; "" without one."""
-        held = [(len(known.tokens), key) for key, known in self.known.items() if known.begins(tokens, long_steps)]
-        return max(held, default=(0, ""))[1]
+    def _base(self, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> tuple[int, str]:
+        """Find the file that has the most of the first rows of a state, and how many tokens they are; (0, "") without.
+
+        A whole state counts, and the beginning of one if it has at least PAGE tokens more than any whole one.
+        """
+        whole, best = (0, ""), (0, "")
+        for key, known in self.known.items():
+            n = known.shared(tokens, long_steps)
+            if n == len(known.tokens):
+                whole = max(whole, (n, key))
+            if n > known.first:
+                best = max(best, (n, key))
+        return best if best[0] >= whole[0] + PAGE else whole
 
     def _touch(self, key: str) -> None:
         """Mark the file as the newest, and the files that it continues as newer still."""

@@ -141,10 +141,10 @@ def read_header(path: Path, fingerprint: str) -> Header:
     return Header(path, base, first, tokens, long_steps, (rows, point), str(metadata.get("point")), nbytes)
 
 
-def read(header: Header, length: int) -> Saved:
+def read(header: Header, length: int, has_end: bool = True) -> Saved:
     """Read the rows of a file before token `length`, and the point of a state that ends there, in memory of their own.
 
-    The rows are in parts of PAGE tokens. Raises DamagedError, OSError.
+    has_end  whether the point is read. The rows are in parts of PAGE tokens. Raises DamagedError, OSError.
     """
     try:
         tensors = read_safetensors(header.path)
@@ -161,7 +161,7 @@ def read(header: Header, length: int) -> Saved:
     parts = list(_parts(rows, needed))
     if any(_checksum(part) != checksum.tobytes() for part, checksum in zip(parts, checksums, strict=False)):
         raise DamagedError(f"{header.path} is damaged: the checksum of its rows is another")
-    ends = length == len(header.tokens)
+    ends = has_end and length == len(header.tokens)
     point = [np.array(_array(header.path, name, tensors)) for name in _names("point", header.counts[1] * ends)]
     if ends and _checksum(point).hex() != header.checksum:
         raise DamagedError(f"{header.path} is damaged: the checksum of its point is another")

@@ -75,15 +75,20 @@ class Reading:
 
         Up to there the long steps are the same, and none of them reads a token after it.
         """
-        for own, other in zip_longest(self.long_steps, long_steps, fillvalue=(length, length)):
-            if own != other or own[1] > length:
-                return min(own[0], other[0], length)
-        return length
+        return same_steps(length, self.long_steps, long_steps)
 
     def kept(self) -> dict[int, str]:
         """The cuts after which a state is kept, and why: the marks, and a grid in long prompts."""
         grid = range(GRID_POINTS, self.end, GRID_POINTS) if GRID_POINTS % self.grid == 0 else ()
         return {**dict.fromkeys(grid, "grid"), **{at: why for at, why in self.marks.items() if 0 < at <= self.end}}
+
+
+def same_steps(length: int, one: Sequence[LongStep], other: Sequence[LongStep]) -> int:
+    """Count the tokens, at most `length`, that two readings read in the same long steps."""
+    for mine, yours in zip_longest(one, other, fillvalue=(length, length)):
+        if mine != yours or mine[1] > length:
+            return min(mine[0], yours[0], length)
+    return length
 
 
 def replies_in(tokens: Sequence[int], header: Sequence[int], ends: frozenset[int]) -> list[Span]:

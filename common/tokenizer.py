@@ -7,6 +7,7 @@ is never shown by halves.
 
 import codecs
 import json
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -241,10 +242,19 @@ class Tokenizer:
     def decode(self, ids: Iterable[int] | int, skip_special_tokens: bool = False) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD. `skip_special_tokens` leaves control tokens out."""
         decoder = self.decoder(skip_special_tokens)
-        return "".join([decoder.push(id) for id in ([ids] if isinstance(ids, int) else ids)]) + decoder.flush()
+        return "".join([decoder.push(id) for id in _whole_numbers(ids)]) + decoder.flush()
 
     def decoder(self, skip_special_tokens: bool = False) -> "Decoder":
         return Decoder(self, skip_special_tokens)
+
+
+def _whole_numbers(ids: Any) -> list[int]:
+    """Return one token id, or each of several, as plain integers; raises UsageError for anything else."""
+    several = ids if isinstance(ids, Iterable) and not isinstance(ids, str | bytes) else [ids]
+    try:
+        return [operator.index(id) for id in several]
+    except TypeError:
+        raise UsageError(f"the ids to decode are {shown(ids)}; they must be a token id or a list of them") from None
 
 
 def _check_text(text: str) -> None:

@@ -166,7 +166,7 @@ def _report(args: argparse.Namespace) -> int:
         case "plan":
             from generate import plan, plan_machines
 
-            return plan.run(args) if args.machines is None else plan_machines.run(args)
+            return plan.run(args) if args.cluster is None else plan_machines.run(args)
         case "batch":
             from generate import batch
 

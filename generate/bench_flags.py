@@ -24,11 +24,11 @@ from generate.flags import BACKENDS, Parser
 
 def options(args: argparse.Namespace) -> BenchOptions:
     """The options of the job that the flags of `bench` name; refuses flags of another job."""
-    if args.spec is not None and args.synthetic is not None:
-        raise UsageError("--spec and --synthetic exclude each other; random weights accept next to nothing")
-    if args.serve is not None and (args.spec or args.synthetic):
-        raise UsageError("--serve asks a server for its own model; leave out --spec and --synthetic")
-    job: type[BenchOptions] = ModelBench if args.spec is None else SpecBench
+    if args.spec_prompts is not None and args.synthetic is not None:
+        raise UsageError("--spec-prompts and --synthetic exclude each other; random weights accept next to nothing")
+    if args.serve is not None and (args.spec_prompts or args.synthetic):
+        raise UsageError("--serve asks a server for its own model; leave out --spec-prompts and --synthetic")
+    job: type[BenchOptions] = ModelBench if args.spec_prompts is None else SpecBench
     if args.synthetic is not None:
         job = SyntheticBench if args.draft is None else SyntheticSpecBench
         job = SyntheticWindowBench if args.wedlm else job
@@ -58,7 +58,7 @@ def _check_companions(args: argparse.Namespace) -> None:
     """Refuse flags that have no effect beside the others, or without others."""
     if args.log is None and (other := next((name for name in ("verdict", "note") if getattr(args, name)), None)):
         raise UsageError(f"--{other} goes with --log FILE: it is a column of the log")
-    if args.spec is not None and args.draft is None and args.tree_topk is not None:
+    if args.spec_prompts is not None and args.draft is None and args.tree_topk is not None:
         raise UsageError("--tree-topk needs --draft: without one no tree is drafted")
     if args.rate is not None and args.concurrency is not None:
         raise UsageError("--rate and --concurrency exclude each other; each says when requests start")
@@ -66,8 +66,10 @@ def _check_companions(args: argparse.Namespace) -> None:
 
 def bench(p: Parser) -> None:
     """Flags are None where they are not given; bench_options.py has the defaults of each job."""
+    p.add_argument("named", nargs="?", metavar="MODEL", help="the model to measure, in place of --model")
     flags.model(p, (*BACKENDS, "all"))
     p.set_defaults(model=None)
+    p.hints["--spec"] = "bench measures every speculative mode on the prompts of --spec-prompts FILE"
     p.add_argument(
         "--contexts",
         type=values.counts,
@@ -138,19 +140,23 @@ def _experts(p: Any) -> None:
 
 def _speculation(p: Any) -> None:
     p.add_argument(
-        "--spec",
+        "--spec-prompts",
         metavar="FILE",
         help='decode the prompts of a JSON Lines file, {"prompt": text}, in every speculative mode',
     )
-    p.add_argument("--prompts", type=values.positive, metavar="N", help="prompts of --spec (default: 16)")
+    p.add_argument(
+        "--prompts", type=values.positive, metavar="N", help="number of prompts of --spec-prompts (default: 16)"
+    )
     flags.draft(p, "mtp, demo, or a draft, named as a model; synthetic with --synthetic")
     p.add_argument("--tree-budget", type=values.budget, metavar="N", help="draft tokens per step (default: auto)")
     p.add_argument(
         "--tree-topk", type=values.positive, metavar="N", help="candidates of a tree at each position (default: 8)"
     )
     p.add_argument("--budgets", type=values.budgets, metavar="N,N", help="measure also trees of exactly N draft tokens")
-    p.add_argument("--temperature", type=values.number, metavar="X", help="with --spec: 0 is greedy (default)")
-    p.add_argument("--top-p", type=values.number, metavar="X", help="with --spec: probability kept (default: 1)")
+    p.add_argument("--temperature", type=values.number, metavar="X", help="with --spec-prompts: 0 is greedy (default)")
+    p.add_argument(
+        "--top-p", type=values.number, metavar="X", help="with --spec-prompts: probability kept (default: 1)"
+    )
 
 
 def _server(group: Any) -> None:

@@ -67,13 +67,13 @@ class ModelBench(LocalBench):
 
 @dataclass(frozen=True, kw_only=True)
 class SpecBench(DraftOptions):
-    """Speculative modes on the prompts of the file `spec`.
+    """Speculative modes on the prompts of the file `spec_prompts`.
 
     temperature, top_p  sampling of every mode, plain decoding included; the seed of a prompt is its number
     """
 
-    job = "--spec"
-    spec: str
+    job = "--spec-prompts"
+    spec_prompts: str
     model: str = "demo"
     ctx: int | None = None
     prompts: int = 16

@@ -1,4 +1,4 @@
-"""`python -m generate bench --spec PROMPTS`: speed of the speculative modes on real prompts, and by tree budget."""
+"""`python -m generate bench --spec-prompts FILE`: speed of the speculative modes, and by tree budget."""
 
 import json
 import statistics
@@ -82,7 +82,7 @@ def run(options: SpecBench) -> int:
     context = options.ctx or target.config.context
     prompts = [
         ids[: context - options.new_tokens]
-        for ids in map(tokenizer.encode, read_prompts(options.spec, options.prompts))
+        for ids in map(tokenizer.encode, read_prompts(options.spec_prompts, options.prompts))
     ]
     engines = {"off": Engine(target, tokenizer, context)}
     ways = _ways(options, default_spec(target) == "wedlm")
@@ -291,6 +291,6 @@ def _row(name: str, path: Path, way: str, r: Result, options: SpecBench, prompt:
         "parity": f"{r.different} of {r.replies} texts differ from plain, {r.near_ties} at near-ties",
         "verdict": options.verdict,
         "note": "; ".join(
-            filter(None, (f"{Path(options.spec).name}{counts}", _words(options, greedy=""), note(options)))
+            filter(None, (f"{Path(options.spec_prompts).name}{counts}", _words(options, greedy=""), note(options)))
         ),
     }

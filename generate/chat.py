@@ -54,6 +54,7 @@ SETTINGS: dict[str, Callable[[str], Any]] = {  # what /set changes, and how its 
 }
 
 
+NO_VALUE = {"seed": ("-1",), "max_tokens": ("-1", "-2")}  # as the flags take them: a new seed, and no limit
 KEPT = ("role", "content", "reasoning_content")  # of a message in a file
 KINDS = {float: "a number", int: "a whole number", _switch: "on or off"}
 
@@ -182,7 +183,7 @@ class Chat:
             raise UsageError(f"/set {name} is not an option; options: {', '.join(SETTINGS)}")
         value = value.strip()
         try:
-            read = None if value == "default" else SETTINGS[key](value)
+            read = None if value == "default" or value in NO_VALUE.get(key, ()) else SETTINGS[key](value)
         except (ValueError, KeyError):
             kind = KINDS[SETTINGS[key]]
             raise UsageError(f"/set {key} takes {kind} or default, not {shown(value)}") from None

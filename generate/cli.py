@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from itertools import takewhile
 from typing import Any
@@ -29,6 +30,17 @@ COMMANDS = {
     "serve": "run an HTTP server with the APIs of OpenAI, Anthropic and Ollama",
     "launch": "start a coding agent (codex, claude, opencode) on a running server",
     "selftest": "run the conformance tests and a short bench, and write a report to send us",
+}
+
+ELSEWHERE = {  # what commands of Ollama, mlx-lm, vLLM and the Hub's client are here
+    **dict.fromkeys(("chat", "run"), "--model MODEL --chat"),
+    **dict.fromkeys(("generate", "complete"), "--model MODEL --prompt TEXT"),
+    "server": "serve MODEL",
+    "download": "pull MODEL",
+    "show": "inspect MODEL",
+    "convert": "quantize MODEL OUT",
+    "run-batch": "batch IN OUT",
+    "ls": "list",
 }
 
 
@@ -59,7 +71,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def _check_words(argv: list[str]) -> None:
     """Refuse what argparse would take for something else: an unknown command, and a value "--"."""
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        raise UsageError(f"{argv[0]!r} is not a command; commands: {', '.join(COMMANDS)}; a prompt goes after --prompt")
+        hint = f"commands: {', '.join(COMMANDS)}; a prompt goes after --prompt"
+        if form := ELSEWHERE.get(argv[0]):
+            named = form.replace("MODEL", shlex.quote(argv[1])) if argv[1:] and not argv[1].startswith("-") else form
+            hint = f"here it is: {_prog()} {named}"
+        raise UsageError(f"{argv[0]!r} is not a command; {hint}")
     if empty := next((flag for flag in argv if flag.startswith("--") and flag.endswith("=--")), None):
         raise UsageError(f"{empty[:-3]} has the value '--', which ends the flags; give another")
 
@@ -120,6 +136,11 @@ def _finish(args: argparse.Namespace, rest: list[str]) -> None:
             many = "is not named" if args.model is None else "is named twice"
             raise UsageError(f"the model {many}; give it as MODEL or by --model")
         args.model = args.named if args.model is None else args.model
+    if args.command in ("serve", "bench") and args.named is not None:
+        if "model" in args.given:
+            raise UsageError("the model is named twice; give it as MODEL or by --model")
+        args.model = args.named
+        args.given.add("model")
     if args.command in ("serve", "batch"):
         args.load, args.options = _load_options(args), _given_options(args)
         window = {name: args.options.pop(name) for name in WINDOW if name in args.options}
@@ -131,8 +152,12 @@ def _finish(args: argparse.Namespace, rest: list[str]) -> None:
         args.options = bench_flags.options(args)
 
 
+def _prog() -> str:
+    return "bimetal" if os.path.basename(sys.argv[0]) == "bimetal" else "python -m generate"
+
+
 def _parser() -> Parser:
-    prog = "bimetal" if os.path.basename(sys.argv[0]) == "bimetal" else "python -m generate"
+    prog = _prog()
     p = Parser(
         prog=prog,
         usage=f"{prog} [flags]\n       {prog} COMMAND [flags]",
@@ -169,10 +194,10 @@ DESCRIPTIONS = {
     "devices": "Show the backends of this machine, which one is chosen and why.",
     "inspect": "Show a model's architecture, shapes, block types and tokenizer, and its memory by context length.",
     "bench": "Measure prefill and decode speed of a model at several context lengths; or, with one of these flags: "
-    "--synthetic, released shapes with random weights; --streams, several replies at once; --spec, the speculative "
-    "modes on prompts; --serve, a server under load.",
+    "--synthetic, released shapes with random weights; --streams, several replies at once; --spec-prompts, the "
+    "speculative modes on prompts; --serve, a server under load.",
     "plan": "Predict tokens per second: of a mixture whose experts are read from disk (--machine), or of several "
-    "machines that divide a model (--machines).",
+    "machines that divide a model (--cluster).",
     "list": "List the models in the Hugging Face cache, also those that other tools have downloaded.",
     "pull": "Download a model into the Hugging Face cache, as --model does, and print its path.",
     "rm": "Remove a model from the Hugging Face cache, which other tools use too; owner/repo removes the repository.",

@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable
+from difflib import get_close_matches
 from itertools import takewhile
 from typing import Any, NoReturn
 
@@ -24,6 +25,17 @@ NEGATIVE = re.compile(r"-(\.?\d|inf)")  # the beginning of a value, such as -1GB
 BACKENDS = ("cuda", "mlx", "numpy")
 COMPRESSION = ("off", "auto", "always")
 DEFAULT_MODEL = "demo"
+ELSEWHERE = {  # what flags of llama.cpp and vLLM are here
+    **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), "leave it out: a GPU holds the whole model"),
+    **dict.fromkeys(("-t", "--threads"), "leave it out: all cores are used"),
+    **dict.fromkeys(("-fa", "--flash-attn"), "leave it out: there is no other attention to choose"),
+    **dict.fromkeys(("--alias", "--served-model-name"), "leave it out: every name in a request means the served model"),
+    "--jinja": "leave it out: the model's chat template is always used",
+    "--max-model-len": "it is --ctx N",
+    "--max-num-seqs": "it is --parallel N",
+    "--tensor-parallel-size": "it is --tensor-parallel N",
+    "--gpu-memory-utilization": "it is --memory SIZE",
+}
 MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo, demo-wedlm, or smollm2"
 
 # Names of options: of a model when it is loaded, and of a reply.
@@ -61,9 +73,15 @@ def _store_once(action: argparse.Action, namespace: Any, value: Any) -> None:
 
 
 class Parser(argparse.ArgumentParser):
+    """Reads flags, and refuses what argparse would take for something else.
+
+    hints  what to give in place of flags of other commands or programs, by flag
+    """
+
     def __init__(self, *args: Any, **options: Any):
         options.setdefault("allow_abbrev", False)
         super().__init__(*args, **options)
+        self.hints = dict(ELSEWHERE)
         self.register("action", None, Once)
         self._negative_number_matcher = NEGATIVE
 
@@ -104,7 +122,9 @@ class Parser(argparse.ArgumentParser):
             flag = word.partition("=")[0]
             action = self._option_string_actions.get(flag)
             if action is None and not takes_value and (flag.startswith("--") or SHORT.fullmatch(flag)):
-                self.error(f"unrecognized arguments: {flag}")
+                near = get_close_matches(flag, self._option_string_actions, 1, 0.8)
+                hint = self.hints.get(flag) or (f"did you mean {near[0]}?" if near else None)
+                self.error(f"unrecognized arguments: {flag}{f'; {hint}' if hint else ''}")
             takes_value = action is not None and action.nargs is None and word == flag
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -196,7 +216,9 @@ def prefixes(p: Parser) -> None:
         help="host memory for saved states of prompts, such as 4GB; 0: none (default: a tenth of free memory, at most "
         "8GiB)",
     )
-    g.add_argument("--cache-dir", metavar="DIR", help="also save states in this folder, for later runs")
+    g.add_argument(
+        "--cache-dir", type=values.folder, metavar="DIR", help="also save states in this folder, for later runs"
+    )
     g.add_argument("--cache-disk", metavar="SIZE", help="limit of --cache-dir (default: 20GB)")
 
 
@@ -268,7 +290,7 @@ def sampling(p: Parser) -> None:
     )
     s.add_argument("--presence-penalty", type=values.number, metavar="X", help="subtracted once per token (default: 0)")
     s.add_argument(
-        "-s", "--seed", type=values.count, metavar="N", help="the same seed gives the same text (default: random)"
+        "-s", "--seed", type=values.seed, metavar="N", help="the same seed gives the same text; -1: random (default)"
     )
 
 
@@ -279,9 +301,9 @@ def max_tokens(p: Any) -> None:
         "--n-predict",
         "--max-tokens",
         dest="max_tokens",
-        type=values.positive,
+        type=values.limit,
         metavar="N",
-        help="limit of a reply (default: the context)",
+        help="limit of a reply; -1: none but the context (default)",
     )
 
 
@@ -368,9 +390,9 @@ def model(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
         "--ctx-size",
         "--ctx",
         dest="ctx",
-        type=values.tokens,
+        type=values.context,
         metavar="N",
-        help="most tokens of prompt and reply together (default: as trained; on CUDA at most what fits)",
+        help="most tokens of prompt and reply together; 0: as trained, on CUDA at most what fits (default)",
     )
     backend(p, backends)
 

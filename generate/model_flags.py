@@ -29,13 +29,14 @@ def plan(p: Parser) -> None:
         help=f"{MODEL_HELP}; or the shapes of qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3.6-35b-a3b or laguna-xs.2",
     )
     where = p.add_mutually_exclusive_group(required=True)
+    p.hints["--machines"] = "--cluster FILE predicts for several machines, --machine NAME for streamed experts on one"
     where.add_argument(
-        "--machines",
+        "--cluster",
         metavar="FILE",
         help="predict how to divide the model among the machines of this JSON file (docs/machines.md)",
     )
     p.add_argument(
-        "--prompt-tokens", type=values.positive, metavar="N", help="with --machines: prompt tokens (default: 512)"
+        "--prompt-tokens", type=values.positive, metavar="N", help="with --cluster: prompt tokens (default: 512)"
     )
     where.add_argument(
         "--machine",

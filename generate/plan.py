@@ -34,7 +34,7 @@ TOKENS, ITEM_BYTES = 4096, 2  # of the context whose states stay in memory, in a
 
 def run(args: argparse.Namespace) -> int:
     if args.prompt_tokens is not None:
-        raise UsageError("--prompt-tokens goes with --machines, not with --machine")
+        raise UsageError("--prompt-tokens goes with --cluster, not with --machine")
     given = [name for name in ("expert_profile", "trace", "skew") if getattr(args, name) is not None]
     if len(given) > 1:
         one, other = (f"--{name.replace('_', '-')}" for name in given[:2])

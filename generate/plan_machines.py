@@ -1,4 +1,4 @@
-"""`python -m generate plan MODEL --machines FILE`: predicted speed of the ways to divide a model."""
+"""`python -m generate plan MODEL --cluster FILE`: predicted speed of the ways to divide a model."""
 
 import argparse
 import json
@@ -22,8 +22,8 @@ ITEM_BYTES = 2  # of a state's number
 def run(args: argparse.Namespace) -> int:
     given = [name for name in ("expert_cache", "expert_profile", "trace", "skew") if getattr(args, name) is not None]
     if other := next(iter(given), None):
-        raise UsageError(f"--{other.replace('_', '-')} goes with --machine, not with --machines")
-    hosts, link = read_hosts(Path(args.machines))
+        raise UsageError(f"--{other.replace('_', '-')} goes with --machine, not with --cluster")
+    hosts, link = read_hosts(Path(args.cluster))
     prompt = PROMPT if args.prompt_tokens is None else args.prompt_tokens
     checkpoint = open_checkpoint(resolve_model(args.model))
     work = work_of(checkpoint)

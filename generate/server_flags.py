@@ -5,12 +5,15 @@ from generate.flags import Parser
 
 
 def serve(p: Parser) -> None:
+    p.add_argument("named", nargs="?", metavar="MODEL", help="the model to serve, in place of --model")
     flags.model(p)
     flags.cache(p)
     flags.experts(p)
     flags.prefixes(p)
+    flags.sampling(p)
     flags.speculation(p.add_argument_group("speculative decoding (faster, the same text)"))
     flags.window(p.add_argument_group("windows of WeDLM models (faster; without --wedlm-verify another text)"))
+    flags.max_tokens(p.add_argument_group("replies to requests that leave these out"))
     s = p.add_argument_group("server")
     s.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
     s.add_argument("--port", type=values.port, default=8080, metavar="N", help="port to listen on (default: 8080)")

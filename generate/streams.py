@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.amounts import counted
+from common.errors import UsageError
 from common.pieces import Logprob, Piece, Stats
 from generate.notebook import reply_markdown
 from generate.owner_thread import OwnerThread
@@ -161,7 +162,13 @@ class AsyncStream(_Collected):
     def __init__(self, owner: OwnerThread, start: Start):
         super().__init__(owner)
         items: asyncio.Queue[Any] = asyncio.Queue()
-        self._items, inbox = items, owner.inbox(asyncio.get_running_loop())
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise UsageError(
+                "an asynchronous stream needs a running event loop; stream and stream_chat do not"
+            ) from None
+        self._items, inbox = items, owner.inbox(loop)
 
         def put(item: Any) -> None:  # holds no reference to the stream: a dropped stream ends its reply
             inbox.put(items, item)

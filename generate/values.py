@@ -59,6 +59,13 @@ def file(text: str) -> str:
     return text
 
 
+def folder(text: str) -> str:
+    """The name of a folder, which cannot be stdout."""
+    if text == "-":
+        raise argparse.ArgumentTypeError("'-' is not supported; give the name of a folder")
+    return text
+
+
 def stop(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("a stop string is empty; each must have at least one character")
@@ -67,6 +74,21 @@ def stop(text: str) -> str:
 
 def positive(text: str) -> int:
     return _whole(text, 1)
+
+
+def limit(text: str) -> int | None:
+    """A number of tokens; None is the context, which llama.cpp and Ollama name -1 and -2."""
+    if text in ("-1", "-2"):
+        return None
+    try:
+        return positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; -1 is no limit but the context") from None
+
+
+def seed(text: str) -> int | None:
+    """The seed of a reply; None is a new one, which llama.cpp names -1."""
+    return None if text == "-1" else count(text)
 
 
 def url(text: str) -> str:
@@ -123,6 +145,11 @@ def tokens(text: str) -> int:
     if positive(text) > MOST_TOKENS:
         raise argparse.ArgumentTypeError(f"{text} tokens are more than the {MOST_TOKENS} that a context can have")
     return int(text)
+
+
+def context(text: str) -> int | None:
+    """A context length in tokens; 0 is the model's own, None."""
+    return None if count(text) == 0 else tokens(text)
 
 
 def budgets(text: str) -> list[int]:

@@ -318,6 +318,13 @@ def test_closing_an_async_generator_over_a_stream_ends_the_reply_within_a_step(l
     assert steps() <= 1
 
 
+def test_an_asynchronous_stream_outside_a_loop_is_one_sentence(llm):
+    """The error was asyncio's: no running event loop."""
+    for begin in (lambda: llm.astream("hello"), lambda: llm.astream_chat(MESSAGES)):
+        with pytest.raises(UsageError, match="needs a running event loop; stream and stream_chat do not"):
+            begin()
+
+
 def test_cancelled_task_stops_the_reply(llm):
     async def cancelled():
         task = asyncio.create_task(llm.agenerate("hello"))

@@ -28,7 +28,7 @@ def files(tmp_path_factory):
 def bench(files, *flags):
     target, _, prompts = files
     return main(
-        ["bench", "-m", str(target), "--backend", "numpy", "--spec", str(prompts), "--new-tokens", "12", *flags]
+        ["bench", "-m", str(target), "--backend", "numpy", "--spec-prompts", str(prompts), "--new-tokens", "12", *flags]
     )
 
 
@@ -88,7 +88,18 @@ def test_replies_of_one_step_have_no_rate(prompt, plain_ends, tmp_path, capsys):
     """
     log, prompts = tmp_path / "log.tsv", tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": prompt}))
-    flags = ["-m", "demo-wedlm", "--backend", "numpy", "--spec", str(prompts), "--new-tokens", "2", "--log", str(log)]
+    flags = [
+        "-m",
+        "demo-wedlm",
+        "--backend",
+        "numpy",
+        "--spec-prompts",
+        str(prompts),
+        "--new-tokens",
+        "2",
+        "--log",
+        str(log),
+    ]
     assert main(["bench", *flags]) == 0
     out = capsys.readouterr().out
     rows = {row["decoder"]: row for row in csv.DictReader(log.open(), delimiter="\t")}
@@ -117,7 +128,7 @@ def test_without_a_draft(files, capsys):
         (["--tree-topk", "4"], "--tree-topk needs --draft"),
         (["--note", "why"], "--note goes with --log FILE"),
         (["--verdict", "keep"], "--verdict goes with --log FILE"),
-        (["--wedlm"], "--wedlm goes with --synthetic, not with --spec"),
+        (["--wedlm"], "--wedlm goes with --synthetic, not with --spec-prompts"),
         (["--runs", "2"], "--runs goes with a model alone or --synthetic or --synthetic --draft or"),
     ],
 )

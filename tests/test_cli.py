@@ -98,6 +98,28 @@ def test_flags_have_the_names_of_llama_cpp():
     assert parse(["serve", "-np", "2"]).load.parallel == 2
 
 
+def test_numbers_that_stand_for_no_number():
+    """llama.cpp's -1 for no limit and for a new seed, and 0 for the model's own context, were refused."""
+    plain = parse(["-p", "hi"])
+    for flags in (["-n", "-1"], ["--predict=-2"], ["-c", "0"], ["-s", "-1"], ["-n", "-1", "-c", "0"]):
+        given = parse(["-p", "hi", *flags])
+        assert (given.options, given.load) == (plain.options, plain.load)
+    assert parse(["bench", "-c", "0"]).options.ctx is None
+    assert parse(["serve", "-n", "-1", "-c", "0"]).options == {}
+
+
+def test_the_model_of_a_server_needs_no_flag():
+    for argv in (["demo-wedlm"], ["--port", "0", "demo-wedlm"], ["-m", "demo-wedlm"]):
+        assert parse(["serve", *argv]).model == "demo-wedlm"
+    assert parse(["serve"]).model == "demo"
+    assert parse(["bench", "--runs", "1", "demo-wedlm"]).options.model == "demo-wedlm"
+
+
+def test_a_reply_without_a_limit(run):
+    """It goes on to the end of the context, as one without -n."""
+    assert run("--prompt", "hi", "-n", "-1", "-c", "64") == run("--prompt", "hi", "-c", "64")
+
+
 def test_stdin_that_is_not_utf_8(folder):
     process = start("--model", folder, "--backend", "numpy", stdin=subprocess.PIPE)
     out, err = process.communicate(b"caf\xe9", timeout=30)
@@ -153,7 +175,7 @@ def test_seed_and_stop(run):
         (["--top-p", "2"], "top_p is 2.0"),
         (["--max-tokens", "0"], "--max-tokens: '0' is not a whole number of at least 1"),
         (["--max-tokens", "-3"], "'-3' is not a whole number of at least 1"),
-        (["--ctx", "0"], "--ctx: '0' is not a whole number of at least 1"),
+        (["--ctx", "-1"], "--ctx: '-1' is not a whole number of at least 0"),
         (["--stop", ""], "a stop string is empty"),
         (
             ["--stop", "-x"],
@@ -162,8 +184,8 @@ def test_seed_and_stop(run):
         (["--memory", "-1GB"], "memory is '-1GB'; it must be bytes, or an amount of memory such as '8GB'"),
         (["--split", "-1,2"], "split is [-1.0, 2.0]; it must be proportions above 0"),
         (["--frequency-penalty", "-inf"], "frequency_penalty is -inf; it must be a finite number"),
-        (["-ngl", "99"], "unrecognized arguments: -ngl; see"),
-        (["-t", "4"], "unrecognized arguments: -t; see"),
+        (["-ngl", "99"], "unrecognized arguments: -ngl; leave it out: a GPU holds the whole model; see"),
+        (["-t", "4"], "unrecognized arguments: -t; leave it out: all cores are used; see"),
         (["-no-cnv"], "unrecognized arguments: -no-cnv; see"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--chat"], "--chat and --prompt exclude each other"),
@@ -178,8 +200,12 @@ def test_seed_and_stop(run):
         (["--tree-budget", "9" * 5000], f"'{'9' * 79} is neither auto nor a whole number from 1 to 135"),
         (["--top-k", "9" * 5000], f"--top-k: {'9' * 30}... has 5000 digits; at most 30 are supported"),
         (["--think", "--no-think"], "argument --think/--no-think: is given more than once"),
-        (["--temperatur", "1"], "unrecognized arguments: --temperatur; see"),
+        (["--temperatur", "1"], "unrecognized arguments: --temperatur; did you mean --temperature?; see"),
         (["there"], "'there' is neither a flag nor the value of one; a text with spaces goes in quotes"),
+        (["-n", "0"], "'0' is not a whole number of at least 1; -1 is no limit but the context"),
+        (["-n", "-3"], "'-3' is not a whole number of at least 1; -1 is no limit but the context"),
+        (["-c", "-1"], "'-1' is not a whole number of at least 0"),
+        (["--cache-dir", "-"], "argument --cache-dir: '-' is not supported; give the name of a folder; see"),
         (["--spec", "tree"], "spec tree needs a draft model; give one, or choose lookup"),
         (["--tree-budget", "5"], "and none is chosen; give a draft or choose spec lookup"),
         (["--chain-seed"], "and none is chosen; give a draft and choose spec tree, lookup+tree"),
@@ -245,6 +271,18 @@ def test_an_empty_prompt(run):
         (["bench", "--rows", "0"], 2, "--rows: '0' is not a whole number of at least 1"),
         (["bench", "--contexts", "many"], 2, "'many' is not a whole number"),
         (["inspect", "demo", "--kv-sinks", "3"], 2, "kv_sinks goes with kv, cache_type_k or cache_type_v"),
+        (["chat", "smollm2"], 2, "'chat' is not a command; here it is: python -m generate --model smollm2 --chat"),
+        (["run", "--verbose"], 2, "'run' is not a command; here it is: python -m generate --model MODEL --chat"),
+        (["ls"], 2, "'ls' is not a command; here it is: python -m generate list"),
+        (["serve", "demo", "-m", "demo"], 2, "the model is named twice; give it as MODEL or by --model"),
+        (["serve", "demo", "other"], 2, "unrecognized arguments: other; see python -m generate serve --help"),
+        (
+            ["bench", "--spec", "tree"],
+            2,
+            "unrecognized arguments: --spec; bench measures every speculative mode on the",
+        ),
+        (["serve", "--max-model-len", "8"], 2, "unrecognized arguments: --max-model-len; it is --ctx N; see"),
+        (["plan", "demo", "--machines", "x"], 2, "unrecognized arguments: --machines; --cluster FILE predicts for"),
         (["bench", "--nonsense", "x"], 2, "unrecognized arguments: --nonsense; see python -m generate bench --help"),
         (
             ["quantize", "demo", "--bits", "4", "a", "b"],
@@ -527,6 +565,14 @@ def test_what_a_chat_says_of_files_and_thinking(run, tmp_path):
         "error: the model's chat template cannot turn thinking on; leave think out",
     ]
     assert f"saved 0 messages to {file}" in out
+
+
+def test_a_chat_takes_numbers_that_stand_for_no_number(run, tmp_path):
+    code, out, err = run("--chat", "-n", "1", "-s", "7", stdin="/set max_tokens -1\n/set seed -1\n/set\n")
+    assert (code, err) == (0, "")
+    assert (
+        dict(line.split() for line in out.splitlines()).items() >= {"max_tokens": "default", "seed": "default"}.items()
+    )
 
 
 def test_chat_errors_do_not_end_the_chat(run, tmp_path):

@@ -9,7 +9,7 @@ from hub_models import BODY, QUANTS, SAFETENSORS, cache, files, refusal, running
 from hub_server import COMMIT, Fault, HubServer, Repo
 
 from common.errors import BimetalError
-from common.hub import resolve_model
+from common.hub import find_model, resolve_model
 from common.hub_files import choose_files, quant_label
 
 # Names
@@ -247,3 +247,16 @@ def test_files_that_announce_xet_come_by_http_too(
 def test_a_revision(cache: Path, server: HubServer) -> None:
     assert resolve_model("org/quants", revision="v1") == resolve_model("org/quants", revision=COMMIT)
     assert refusal("org/quants", revision="v2") == "org/quants has no revision 'v2'"
+
+
+def test_a_model_is_found_without_a_download(cache: Path, server: HubServer, tmp_path: Path) -> None:
+    assert find_model(str(tmp_path)) == tmp_path
+    assert find_model("org/safe") is None
+    assert {r.path.split("/")[1] for r in server.requests} == {"api"}
+    for absent in ("nope", "org/absent", "org/quants:Q3_K_M", str(tmp_path / "none")):
+        with pytest.raises(BimetalError):
+            find_model(absent)
+    resolve_model("org/safe")
+    server.requests.clear()
+    assert find_model("org/safe") is None
+    assert server.requests == []

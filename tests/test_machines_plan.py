@@ -173,7 +173,7 @@ MACHINES = {
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_the_command(name, tmp_path, capsys):
     (tmp_path / "hosts.json").write_text(json.dumps(MACHINES))
-    argv = ["plan", str(tiny.FOLDER / name), "--machines", str(tmp_path / "hosts.json")]
+    argv = ["plan", str(tiny.FOLDER / name), "--cluster", str(tmp_path / "hosts.json")]
     assert main([*argv, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     checkpoint = tiny.checkpoint(name)
@@ -200,22 +200,25 @@ def test_the_command(name, tmp_path, capsys):
             {"machines": [{"memory": "64GB", "read_gbs": 1, "tflops": 1, "step_ms": float("nan")}]},
             "step_ms is nan; it must",
         ),
-        ({"machines": 3}, "describes no machines"),
+        ({"machines": 3}, "describes no machines: machines is 3; it must be a list"),
+        ({"machines": [3]}, "machine 1 is 3; it must be an object with entries"),
+        ({"link": [3]}, "link is [3]; it must be an object with entries"),
+        ({"machines": [{"memory": "1GB", "read_gbs": None, "tflops": 1}]}, "read_gbs is None; it must be a finite"),
     ],
 )
 def test_files_that_describe_no_machines(change, message, tmp_path, capsys):
     (tmp_path / "hosts.json").write_text(json.dumps(MACHINES | change))
-    assert main(["plan", "demo", "--machines", str(tmp_path / "hosts.json")]) == 1
+    assert main(["plan", "demo", "--cluster", str(tmp_path / "hosts.json")]) == 1
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ((), "one of the arguments --machines --machine is required"),
-        (("--machines", "x", "--machine", "m4-16gb"), "not allowed with argument"),
-        (("--machines", "x", "--skew", "0"), "--skew goes with --machine, not with --machines"),
-        (("--machine", "m4-16gb", "--prompt-tokens", "5"), "--prompt-tokens goes with --machines"),
+        ((), "one of the arguments --cluster --machine is required"),
+        (("--cluster", "x", "--machine", "m4-16gb"), "not allowed with argument"),
+        (("--cluster", "x", "--skew", "0"), "--skew goes with --machine, not with --cluster"),
+        (("--machine", "m4-16gb", "--prompt-tokens", "5"), "--prompt-tokens goes with --cluster"),
     ],
 )
 def test_flags_of_the_other_plan(argv, message, capsys):

@@ -161,6 +161,8 @@ def test_numbers_of_numpy_are_numbers():
         ("generate", "tempreature", "did you mean temperature?"),
         ("generate", "top_logprobs", "did you mean logprobs?"),
         ("stream", "n_ctx", "ctx is an option of load"),
+        ("generate", "temp", "did you mean temperature?"),
+        ("chat", "stream", "stream(prompt) and stream_chat(messages) give a reply in pieces"),
         ("generate", "tools", "tools is an option of chat"),
         ("chat", "enable_thinking", "did you mean think?"),
         ("chat", "xyzzy", "its options are temperature, top_p"),

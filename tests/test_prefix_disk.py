@@ -130,9 +130,9 @@ def counted_reads(monkeypatch):
     """The names of the files whose rows are read, and the tokens up to which they are."""
     reads = []
 
-    def counted(header, length):
+    def counted(header, length, has_end):
         reads.append((header.path.name, length))
-        return read(header, length)
+        return read(header, length, has_end)
 
     monkeypatch.setattr("common.prefix_disk.read", counted)
     return reads
@@ -149,7 +149,7 @@ def test_only_the_files_that_hold_the_beginning_are_read(tmp_path, monkeypatch):
     with Opened(tmp_path) as second:
         prompt = [*tokens[:600], *text(20, 1)]
         assert second.found(False, prompt, turn0=550) == 600
-    assert reads == [(names[1], 600), (names[0], 600)]
+    assert reads == [(names[1], 600), (names[0], 550)]
 
 
 def test_a_cut_state_is_read_if_it_saves_a_page(tmp_path, monkeypatch):
@@ -281,6 +281,24 @@ def test_a_file_holds_what_its_base_lacks(tmp_path):
         assert sizes[0] < sizes[1] < 9000 < 16_000 < sizes[2]
         opened.offer(False, tokens[:1100], turn=1000)
         assert len(files(tmp_path)) == 3
+
+
+def test_the_beginning_of_two_texts_is_written_once(tmp_path):
+    """No state ends where the texts part, and the rows before were written with each of them."""
+    texts = [[*text(1000), *text(400, seed)] for seed in (1, 2, 3)]
+    with Opened(tmp_path) as opened:
+        for tokens in texts:
+            opened.offer(False, tokens)
+    headers = [read_header(path, MODEL) for path in files(tmp_path)]
+    assert sorted(header.first for header in headers) == [0, 512, 512]  # tokens 512 to 1024 are read in one long step
+    for tokens in texts:
+        with Opened(tmp_path, memory=0) as again:
+            assert again.found(False, [*tokens, 5], end=len(tokens)) == len(tokens)
+            assert again.lines == []
+    first = next(header.path for header in headers if not header.first)
+    first.unlink()
+    with Opened(tmp_path) as again:
+        assert [again.found(False, [*tokens, 5], end=len(tokens)) for tokens in texts] == [0, 0, 0]
 
 
 def test_memory_may_be_smaller_than_a_state(tmp_path, points):
@@ -442,6 +460,19 @@ def test_a_file_that_another_process_deleted(tmp_path):
         opened.offer(True, text(400))
         assert opened.found(True, text(401), turn=400) == 400
         assert opened.lines == []
+
+
+def test_a_state_that_another_process_writes_later(tmp_path, points):
+    """Files were found at the start alone."""
+    with Opened(tmp_path) as one, Opened(tmp_path) as other:
+        assert other.found(points, text(401), turn=100, end=400) == 0
+        one.offer(points, text(100), turn=100)
+        one.offer(points, text(400), turn=100)
+        (other.disk.folder / f"{'0' * 32}.state").write_bytes(b"no state")
+        for _ in range(2):
+            clear(other.cache)
+            assert other.found(points, text(401), turn=100, end=400) == 400
+        assert len(other.lines) == 1  # about the file that is no state, once
 
 
 def test_a_state_that_another_process_writes_too(tmp_path):

@@ -146,7 +146,10 @@ def test_bench_commits_a_row_after_a_prompt(small, monkeypatch):
             ["--synthetic", "laguna-xs.2:q4_k_m", "--routing", "t.npz"],
             "--routing is for CUDA, and the backend is numpy",
         ),
-        (["--synthetic", "wedlm-8b:q4_k_m", "--spec", "prompts.jsonl"], "--spec and --synthetic exclude each other"),
+        (
+            ["--synthetic", "wedlm-8b:q4_k_m", "--spec-prompts", "prompts.jsonl"],
+            "--spec-prompts and --synthetic exclude each other",
+        ),
     ],
 )
 def test_refusals(argv, reason, capsys):

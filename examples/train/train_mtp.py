@@ -2,7 +2,7 @@
 
     python train_mtp.py out/demo-qwen35-mtp --minutes 5    # a GPU
     python export_mtp.py out/demo-qwen35-mtp out/demo-qwen35-mtp-Q8_0.gguf
-    python -m generate bench --spec PROMPTS.jsonl --draft out/demo-qwen35-mtp-Q8_0.gguf
+    python -m generate bench --spec-prompts PROMPTS.jsonl --draft out/demo-qwen35-mtp-Q8_0.gguf
 
 Reads the model from the package and Python files as prompts (--text, by default the standard library of the Python that
 runs this); needs torch beside the package, and no network. Writes config.json and model.safetensors, bfloat16, named as

@@ -24,7 +24,7 @@ from generate.server.events import (
     total,
 )
 from generate.server.facts import Facts
-from generate.server.fields import Fields, predicted, priority, sampling, stops
+from generate.server.fields import Fields, limit, priority, sampling, stops
 from generate.server.task import Chat, Task
 from generate.server.thinking import effort_options, template_options, thinking_options
 from generate.server.wire import Frame, Parsed, chat_logprobs, new_id, now, openai_usage, sse, timings
@@ -63,9 +63,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     """Read a request; raises ApiError."""
     fields.text("model")
     options = sampling(fields) | stops(fields, "stop") | bias(fields, facts) | priority(fields)
-    if (limit := predicted(fields)) is not None:
-        options["max_tokens"] = limit
-    fields.option(options, "max_tokens", "max_completion_tokens", "max_tokens")
+    options |= limit(fields, "max_completion_tokens", "max_tokens", "n_predict")
     logprobs = fields.flag("logprobs", False)
     top = fields.take("top_logprobs", whole(0, MOST_LOGPROBS))
     if top is not None and not logprobs:

@@ -11,7 +11,7 @@ from generate.server.chat import MOST_CHOICES, MOST_LOGPROBS, bias, refuse_gramm
 from generate.server.errors import ApiError, envelope
 from generate.server.events import Echo, Event, Failed, Finish, Text, Usage, Whole, total
 from generate.server.facts import Facts
-from generate.server.fields import Fields, predicted, priority, sampling, stops
+from generate.server.fields import Fields, limit, priority, sampling, stops
 from generate.server.task import Task
 from generate.server.wire import Frame, Parsed, finite, new_id, now, openai_usage, sse, timings, token_text
 
@@ -36,12 +36,13 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     fields.text("model")
     prompts = _prompts(fields)
     options = sampling(fields) | stops(fields, "stop") | priority(fields) | bias(fields, facts)
-    tokens = fields.take("max_tokens", whole(0), predicted(fields))
+    limited = limit(fields, "max_tokens", "n_predict", least=0)
+    generates = limited.get("max_tokens") != 0
     logprobs = fields.take("logprobs", whole(0, MOST_LOGPROBS))
     if logprobs is not None:
         options["logprobs"] = logprobs
-    if tokens:
-        options["max_tokens"] = tokens
+    if generates:
+        options |= limited
     refuse_grammars(fields)
     form = fields.object("response_format")
     if form is not None and form.text("type") != "text":
@@ -51,8 +52,9 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     n, echo = fields.take("n", whole(1, MOST_CHOICES), 1), fields.flag("echo", False)
     if fields.take("best_of", whole(1), n) != n:
         raise fields.refuse("best_of", f"it must be n, which is {n}")
-    if tokens == 0 and not echo:
-        raise fields.refuse("max_tokens", "it must be at least 1 without echo")
+    if not generates and not echo:
+        key = "max_tokens" if fields.has("max_tokens") else "n_predict"
+        raise fields.refuse(key, "it must be -1, for no limit, or at least 1 without echo")
     if echo and n > 1:
         raise fields.refuse("n", "it must be 1 with echo")
     if len(prompts) * n > MOST_CHOICES:
@@ -60,7 +62,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     streaming = fields.object("stream_options")
     usage = bool(streaming and streaming.flag("include_usage", False))
     stream = fields.flag("stream", False)
-    task = Task(prompts, options, n, stream, echo=echo, generates=tokens != 0, field="prompt")
+    task = Task(prompts, options, n, stream, echo=echo, generates=generates, field="prompt")
     head = Head(new_id("cmpl-"), now(), facts, usage, logprobs is not None, n)
     return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies))
 

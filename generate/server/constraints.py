@@ -11,6 +11,7 @@ from common.tools import Syntax, schemas, syntax_of
 from generate.server.errors import ApiError
 from generate.server.facts import Facts
 from generate.server.fields import OBJECT, TEXT, Fields
+from generate.server.task import Grammar
 
 ANY_OBJECT = {"type": "object"}
 EFFORT_BUDGETS = {"minimal": 512, "low": 2048}  # tokens of reasoning; higher efforts reason as long as the model does
@@ -26,6 +27,17 @@ class Choice:
 
     mode: str
     name: str | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """The JSON that a reply must be.
+
+    field  of the request, which holds the schema
+    """
+
+    schema: dict[str, Any]
+    field: str
 
 
 def openai_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
@@ -63,28 +75,27 @@ def _checked(fields: Fields, choice: Choice, tools: Sequence[dict[str, Any]]) ->
     return choice
 
 
-def openai_format(form: Fields | None) -> dict[str, Any] | None:
-    """The JSON schema of `response_format` or `text.format`, whose schema stands inside; None for text."""
+def openai_format(form: Fields | None) -> Form | None:
+    """The form that `response_format` or `text.format` asks for, whose schema stands inside; None for text."""
     if form is None:
         return None
     kind = form.choice("type", "text", "json_object", "json_schema")
     if kind == "json_schema":
         holder = form.object("json_schema") or form
-        schema: dict[str, Any] = holder.need("schema", OBJECT)
-        return schema
-    return form.take("schema", OBJECT, ANY_OBJECT) if kind == "json_object" else None
+        return Form(holder.need("schema", OBJECT), holder.name("schema"))
+    return Form(form.take("schema", OBJECT, ANY_OBJECT), form.name("schema")) if kind == "json_object" else None
 
 
-def ollama_format(fields: Fields) -> dict[str, Any] | None:
-    """The JSON schema of Ollama's `format`: "json" or a schema; None for text."""
+def ollama_format(fields: Fields) -> Form | None:
+    """The form that Ollama's `format` asks for by "json" or a schema; None for text."""
     given = fields.values.get("format")
     if given is None or given == "":
         return None
     if given == "json":
-        return ANY_OBJECT
+        return Form(ANY_OBJECT, "format")
     if not isinstance(given, dict):
         raise fields.refuse("format", "it must be json or a JSON schema")
-    return given
+    return Form(given, "format")
 
 
 def call_syntax(facts: Facts) -> Syntax | None:
@@ -93,9 +104,9 @@ def call_syntax(facts: Facts) -> Syntax | None:
 
 
 def grammar_of(
-    facts: Facts, tools: Sequence[dict[str, Any]], choice: Choice, schema: dict[str, Any] | None, several: bool
-) -> str | None:
-    """The grammar of a reply: calls that are required, else JSON of `schema`, beside which tools may be called.
+    facts: Facts, tools: Sequence[dict[str, Any]], choice: Choice, form: Form | None, several: bool
+) -> Grammar | None:
+    """The grammar of a reply: calls that are required, else JSON of `form`, beside which tools may be called.
 
     several  a reply may have more than one call
     """
@@ -104,14 +115,16 @@ def grammar_of(
     try:
         if choice.mode == "required":
             if syntax is None:
-                raise ApiError(400, "tool_choice cannot be kept: the model's chat template shows no syntax of calls")
-            return reply_grammar(None, call_rules(syntax, named, facts.tokenizer, several))
-        if schema is None:
+                why = "the model's chat template shows no syntax of calls"
+                raise ApiError(400, f"tool_choice cannot be kept: {why}", param="tool_choice")
+            return Grammar(reply_grammar(None, call_rules(syntax, named, facts.tokenizer, several)), "tools")
+        if form is None:
             return None
         calls = syntax is not None and named and choice.mode == "auto"
-        return reply_grammar(schema, call_rules(syntax, named, facts.tokenizer, several) if syntax and calls else "")
+        rules = call_rules(syntax, named, facts.tokenizer, several) if syntax and calls else ""
+        return Grammar(reply_grammar(form.schema, rules), form.field)
     except UsageError as error:
-        raise ApiError(400, str(error)) from None
+        raise ApiError(400, str(error), param="tools") from None
 
 
 def budget_of(fields: Fields, effort: str | None, *keys: str) -> int | None:

@@ -28,6 +28,7 @@ class Facts:
     is_gguf       its files are GGUF, and not safetensors
     size          their bytes
     grammars      makes what constrains replies
+    limit         most tokens of a reply whose request has no limit; None: to the end of the context
     """
 
     name: str
@@ -41,6 +42,7 @@ class Facts:
     is_gguf: bool
     size: int
     grammars: Grammars
+    limit: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -63,8 +65,8 @@ class Facts:
         return bool(self.template)
 
 
-def facts_of(llm: LLM, name: str) -> Facts:
-    """Find the facts of a loaded model that was named `name`."""
+def facts_of(llm: LLM, name: str, limit: int | None = None) -> Facts:
+    """Find the facts of a loaded model that was named `name`, whose replies have a limit of `limit` tokens."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
     late = [{"role": "system", "content": "a"}, *turns, turns[0], {"role": "system", "content": "b"}]
     path = Path(name)
@@ -79,6 +81,7 @@ def facts_of(llm: LLM, name: str) -> Facts:
         late_system=_renders(llm, late),
         is_gguf=llm.path.is_file(),
         grammars=Grammars(llm.tokenizer, llm.vocab_size),
+        limit=limit,
         size=sum(file.stat().st_size for file in _files(llm.path)),
     )
 

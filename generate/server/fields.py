@@ -151,16 +151,25 @@ def sampling(fields: Fields) -> dict[str, Any]:
     if likeliest:
         found["top_k"] = 1
     if (seed := fields.take("seed", WHOLE)) is not None:
-        found["seed"] = seed % 2**64
+        found["seed"] = (
+            None if seed == -1 else seed % 2**64
+        )  # -1 is a new one, as in vLLM, also where the server has one
     return found
 
 
-def predicted(fields: Fields) -> int | None:
-    """The limit of a reply by llama.cpp's name, of which -1 is none; None where there is none."""
-    limit: int | None = fields.take("n_predict", rules.whole(-1))
-    if limit == 0:
-        raise fields.refuse("n_predict", "it must be -1, for no limit, or at least 1")
-    return None if limit == -1 else limit
+def limit(fields: Fields, *keys: str, least: int = 1) -> dict[str, int | None]:
+    """The option `max_tokens`, from the first given of the entries `keys`; none where none is given.
+
+    -1 and -2 are no limit but the context, as in llama.cpp and Ollama: None, also where the server has a limit.
+    """
+    key = next((key for key in keys if fields.has(key)), None)
+    if key is None:
+        return {}
+    words = f"-1, for no limit, or a whole number of at least {least}"
+    most: int = fields.take(key, Rule(words, rules.whole(-2).convert))
+    if 0 <= most < least:
+        raise fields.refuse(key, f"it must be {words}")
+    return {"max_tokens": None if most < 0 else most}
 
 
 def priority(fields: Fields) -> dict[str, int]:

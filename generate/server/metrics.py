@@ -75,8 +75,8 @@ class Metrics:
     def counting(self, task: Task, started: float) -> Iterator[Callable[[int, Event], None]]:
         """Yield a function that counts each event, with its reply's index, of a request that came at `started`."""
         self.observe("request_params_n", task.n)
-        if "max_tokens" in task.options:
-            self.observe("request_params_max_tokens", task.options["max_tokens"])
+        if (limit := task.options.get("max_tokens")) is not None:
+            self.observe("request_params_max_tokens", limit)
         latest: dict[int, float] = {}
         left, longest = len(task.prompts) * task.n, 0
 

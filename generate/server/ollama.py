@@ -21,7 +21,7 @@ from generate.server.conversation import MOST_MESSAGES, Message, arrange, calls_
 from generate.server.errors import envelope
 from generate.server.events import CallArguments, CallBegin, CallEnd, Event, Failed, Finish, Reasoning, Text, Whole
 from generate.server.facts import Facts
-from generate.server.fields import TEXT, Fields, sampling, stops
+from generate.server.fields import TEXT, Fields, limit, sampling, stops
 from generate.server.task import Chat, Task
 from generate.server.thinking import effort_options, switch_options
 from generate.server.wire import Frame, Parsed, chat_logprobs, dumps
@@ -120,10 +120,9 @@ def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | str | None)
     """A request whose options are read; without a prompt it only asks for the model to be loaded, or unloaded."""
     given = fields.object("options") or Fields({})
     if isinstance(seed := given.values.get("seed"), int) and seed < 0:
-        given = Fields({**given.values, "seed": None}, given.where)
+        given = Fields({**given.values, "seed": -1}, given.where)
     options = sampling(given) | stops(given, "stop")
-    if (most := given.take("num_predict", whole(-2))) is not None and most > 0:
-        options["max_tokens"] = most
+    options |= {name: most or None for name, most in limit(given, "num_predict", least=0).items()}  # 0: no limit too
     top = fields.take("top_logprobs", whole(0, MOST_LOGPROBS), 0)
     if top and not head.logprobs:
         raise fields.refuse("top_logprobs", "it needs logprobs to be true")

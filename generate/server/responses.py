@@ -26,7 +26,7 @@ from generate.server.events import (
     Whole,
 )
 from generate.server.facts import Facts
-from generate.server.fields import OBJECT, Fields, sampling
+from generate.server.fields import OBJECT, Fields, limit, sampling
 from generate.server.response_items import Tool, messages_of, reply_message, tools_of
 from generate.server.store import Store, Stored
 from generate.server.task import Chat, Task
@@ -57,7 +57,7 @@ PREFIXES = {"function_call": "fc_", "custom_tool_call": "ctc_", "tool_search_cal
 class Head:
     """Fields that a response repeats of its request, and what its writer must know.
 
-    capped     max_output_tokens is given
+    capped     the reply has a limit beside the context
     summarize  reasoning is sent as a summary
     store      where the response is kept; None: nowhere
     messages   the conversation so far, without instructions
@@ -84,7 +84,7 @@ def parse(store: Store, fields: Fields, facts: Facts) -> Parsed:
     if fields.flag("background", False):
         raise fields.refuse("background", "it is not supported")
     options = sampling(fields)
-    fields.option(options, "max_tokens", "max_output_tokens")
+    options |= limit(fields, "max_output_tokens")
     include = fields.values.get("include") or []
     top = fields.take("top_logprobs", whole(0, MOST_LOGPROBS))
     logprobs = top is not None or (isinstance(include, list) and "message.output_text.logprobs" in include)
@@ -121,7 +121,7 @@ def parse(store: Store, fields: Fields, facts: Facts) -> Parsed:
         echoed=echoed,
         tools=named,
         logprobs=logprobs,
-        capped="max_tokens" in options,
+        capped=options.get("max_tokens", facts.limit) is not None,
         summarize=reasoning.has("summary"),
         messages=messages,
         store=store if keeps else None,

@@ -14,9 +14,12 @@ from typing import Any
 
 import uvicorn
 
+from common.checkpoint import open_checkpoint
 from common.errors import BimetalError, UsageError
+from common.hub import find_model
 from generate.flags import LOAD, OPTIONS
 from generate.llm import LLM
+from generate.machines import check_load
 from generate.server import proxy
 from generate.server.app import build
 from generate.server.compression import KEEP_RATIO, Compression, compressor_for
@@ -37,6 +40,7 @@ SWITCH = 0.0005  # seconds: the model's thread asks for the interpreter after ea
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it; 0 after a SIGTERM or Ctrl-C that let all replies finish."""
     policy, compression, upstream = policy_of(args), compression_of(args), upstream_of(args)
+    check_loading(args)
     log, service = Log(args.log_json), Service(args.max_queue, options=args.options)
     served = {"model": args.model} if upstream is None else {"upstream": upstream.base}
     app = build(service, policy, log) if upstream is None else proxy.build(service, upstream, policy, log)
@@ -71,6 +75,16 @@ def run(args: argparse.Namespace) -> int:
     if errors:
         raise errors[0]
     return 0
+
+
+def check_loading(args: argparse.Namespace) -> None:
+    """Refuse models that do not exist, and paths that hold none, before anything listens: BimetalError, UsageError."""
+    check_load(args.load)
+    drafts = [name for name in (args.draft, args.prefill_drafter) if name not in (None, "mtp", "demo")]
+    for name in drafts if args.prefill_upstream_base else [args.model, *drafts]:
+        path = find_model(name)
+        if path is not None:
+            open_checkpoint(path)
 
 
 @contextmanager
@@ -169,7 +183,7 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        why = error.strerror or str(error)
+        why = (error.strerror or str(error)).partition(" (while")[0]  # after which Python repeats the address
         raise BimetalError(f"cannot listen on {host}:{port}: {why}; choose another --host or --port") from None
 
 

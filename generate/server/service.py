@@ -62,7 +62,7 @@ class Service:
         if warms_up:
             llm.warm_up()
         llm.tokenizer.least_tokens("")  # reads the vocabulary once, which takes 0.2 s for 150,000 tokens
-        self._facts = facts_of(llm, name)
+        self._facts = facts_of(llm, name, self.options.get("max_tokens"))
         self.slots = llm.parallel
         self.metrics.histograms["iteration_tokens_total"] = llm.step_tokens
         self._llm = llm
@@ -140,7 +140,7 @@ class Service:
     def props(self) -> dict[str, Any]:
         """Describe the server, under llama.cpp's names."""
         facts = self.facts
-        settings = {"n_ctx": facts.context, "params": dict(self.llm.recommended_options)}
+        settings = {"n_ctx": facts.context, "params": {**self.llm.recommended_options, **self.options}}
         return {
             "default_generation_settings": settings,
             "total_slots": self.slots,

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from common.errors import PromptTooLongError
+from common.call_grammar import REPLY
+from common.errors import PromptTooLongError, UsageError
+from common.grammar import SchemaError
 from common.guide import AfterReasoning, Guide
 from common.reply import END_THINK, THINK
 from generate.llm import LLM, Prepared
-from generate.server.errors import failure, too_long
+from generate.server.errors import ApiError, failure, too_long
 from generate.server.events import Echo, Event, Events, Failed, Finish, Usage, Whole
 from generate.server.facts import Facts
 
@@ -28,6 +30,17 @@ class Chat:
 
     messages: Sequence[Mapping[str, Any]]
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A grammar that a reply must follow, in llguidance's Lark dialect.
+
+    field  of the request, which holds the schema of the reply, or the tools whose calls alone are allowed
+    """
+
+    text: str
+    field: str
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,7 @@ class Task:
     first_call_only: bool = False
     echo: bool = False
     generates: bool = True
-    grammar: str | None = None
+    grammar: Grammar | None = None
     budget: int | None = None
     field: str = "messages"
 
@@ -70,12 +83,26 @@ def prepare(llm: LLM, facts: Facts, task: Task) -> list[Ready]:
 
     Takes up to seconds. Raises BimetalError, and ApiError for a prompt beyond the context.
     """
-    inner = None if task.grammar is None else facts.grammars.guide(task.grammar)
+    inner = None if task.grammar is None else compiled(facts, task.grammar)
     try:
         prompts = rendered(llm, task)
     except PromptTooLongError as error:
         raise too_long(error, task.field) from None
+    except UsageError as error:
+        if any(isinstance(prompt, Chat) for prompt in task.prompts):  # whose options may be at fault
+            raise
+        raise ApiError(400, str(error), param=task.field) from None
     return [Ready(prompt, _guide(facts, task, prompt, inner)) for prompt in prompts]
+
+
+def compiled(facts: Facts, grammar: Grammar) -> Callable[[], Guide]:
+    """Compile a grammar; raises ApiError with the field that is at fault."""
+    try:
+        return facts.grammars.guide(grammar.text)
+    except SchemaError as error:
+        raise ApiError(400, str(error), param=grammar.field if error.of == REPLY else "tools") from None
+    except UsageError as error:
+        raise ApiError(400, str(error), param=grammar.field) from None
 
 
 def is_short(task: Task, most: int) -> bool:
@@ -150,7 +177,7 @@ async def one(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncGenerator[
         options["guide"] = ready.guide
         if options.get("spec", llm.default_spec) == "wedlm":  # whose windows fill tokens out of order
             options["spec"] = "off"
-    if index % task.n and "seed" in options:
+    if index % task.n and options.get("seed") is not None:
         options["seed"] = (options["seed"] + index % task.n) % 2**64
     try:
         if task.echo:

@@ -6,13 +6,14 @@ import sys
 import unicodedata
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common import encoded_parts
 from common.checkpoint import open_checkpoint
-from common.errors import BimetalError
+from common.errors import BimetalError, UsageError
 from common.tokenizer import load_tokenizer
 
 DATA = Path(__file__).parent.parent / "data" / "tokenizer_golden.json.gz"
@@ -475,3 +476,15 @@ def test_folder_without_a_supported_tokenizer(tmp_path):
 def test_importing_is_light():
     code = "import sys, common.tokenizer; sys.exit(len({'jinja2', 'numpy', 'torch'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+
+
+@pytest.mark.parametrize("ids", ["x", "12", b"ab", None, 1.5, [1.5], [[1]], [None]])
+def test_what_is_no_token_id_is_not_decoded(ids):
+    """The error was Python's, about an operator."""
+    with pytest.raises(UsageError, match=r"the ids to decode are .*; they must be a token id or a list of them"):
+        TOKENIZERS["gpt-2"].decode(ids)
+
+
+def test_numbers_of_numpy_are_decoded():
+    tokenizer = TOKENIZERS["gpt-2"]
+    assert tokenizer.decode(np.int64(5)) == tokenizer.decode(5) == tokenizer.decode(np.array([5]))

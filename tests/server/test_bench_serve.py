@@ -142,7 +142,7 @@ def test_failures_are_counted(served, capsys):
 def test_flags_of_a_model_that_runs_here_are_refused(flags, capsys):
     assert main(["bench", "--serve", "http://127.0.0.1:9", *flags]) == 2
     err = capsys.readouterr().err
-    assert f"{flags[0]} goes with a model alone or --spec or" in err
+    assert f"{flags[0]} goes with a model alone or --spec-prompts or" in err
     assert "not with --serve" in err
 
 

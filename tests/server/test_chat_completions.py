@@ -271,10 +271,10 @@ def test_messages_of_every_kind_are_rendered(scripted):
 
 def test_whole_numbers_may_be_written_as_floats(scripted):
     """JSON has one kind of number, and some languages write 4 as 4.0."""
-    fields = {"max_tokens": 4.0, "seed": -1.0, "n": 1.0, "top_logprobs": 2.0, "logprobs": True, "temperature": 1.0}
+    fields = {"max_tokens": 4.0, "seed": -2.0, "n": 1.0, "top_logprobs": 2.0, "logprobs": True, "temperature": 1.0}
     assert scripted.post(URL, json={"messages": USER, **fields}).status_code == 200
     options = scripted.llm.options[-1]
-    assert [options[name] for name in ("max_tokens", "seed", "logprobs")] == [4, 2**64 - 1, 2]
+    assert [options[name] for name in ("max_tokens", "seed", "logprobs")] == [4, 2**64 - 2, 2]
     options = {"num_predict": 3.0, "seed": 7.0}
     chat = {"messages": USER, "stream": False, "options": options}
     assert scripted.post("/api/chat", json=chat).status_code == 200

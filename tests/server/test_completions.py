@@ -35,7 +35,55 @@ def test_n_predict_limits_a_reply(client, prompts):
     assert finished(n_predict=3) == 3
     assert finished(n_predict=3, max_tokens=2) == 2
     assert finished(n_predict=-1, max_tokens=2) == 2
-    assert "n_predict is 0; it must be -1, for no limit, or at least 1" in finished(n_predict=0)
+    assert "n_predict is 0; it must be -1, for no limit, or " in finished(n_predict=0)
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        ("/v1/completions", "max_tokens"),
+        ("/v1/completions", "n_predict"),
+        ("/v1/chat/completions", "max_tokens"),
+        ("/v1/chat/completions", "max_completion_tokens"),
+        ("/v1/chat/completions", "n_predict"),
+        ("/v1/responses", "max_output_tokens"),
+    ],
+)
+def test_a_limit_of_minus_1_is_none(scripted, path, key):
+    """It was refused, or did not take the place of the limit of `serve -n`."""
+    client = client_of(scripted.llm, "scripted", options={"max_tokens": 7})
+    asked = (
+        {"input": "a"} if path == "/v1/responses" else {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    )
+    for most, taken in ((None, 7), (3, 3), (-1, None), (-2, None)):
+        assert client.post(path, json=asked | {key: most}).status_code == 200
+        assert scripted.llm.options[-1]["max_tokens"] == taken
+    refused = client.post(path, json=asked | {key: -3})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == key
+    assert "-1, for no limit" in refused.json()["error"]["message"]
+
+
+def test_a_prompt_of_unknown_tokens_is_the_fault_of_its_field(client):
+    refused = ask(client, prompt=[10**8])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_sampling_of_the_server(scripted):
+    """Flags of `serve` were refused; they hold where a request has no value of its own."""
+    flags = ["--temp", "0.5", "--top-k", "4", "--top-p", "0.9", "--min-p", "0.1", "--repeat-penalty", "1.5", "-s", "3"]
+    given = parse(["serve", "demo", *flags, "-n", "9"]).options
+    options = {"temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5, "seed": 3}
+    assert given == options | {"max_tokens": 9}
+    client = client_of(scripted.llm, "scripted", options=given)
+    params = client.get("/props").json()["default_generation_settings"]["params"]
+    assert params == given
+    for more in ({}, {"temperature": 0, "seed": 4, "max_tokens": 2}, {"temperature": None, "top_k": -1}):
+        assert ask(client, **{"temperature": None, **more}).status_code == 200
+        own = {name: max(value, 0) for name, value in more.items() if value is not None}
+        assert scripted.llm.options[-1] == given | own
+    ask(client, seed=-1, n=2)
+    assert scripted.llm.options[-1]["seed"] is None
 
 
 def test_text_goes_on_as_in_the_python_api(client, demo):

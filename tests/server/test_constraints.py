@@ -152,6 +152,34 @@ def test_a_low_effort_ends_the_reasoning(nonsense, effort, budget):
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 30 + len("\n</think>\n\n")
 
 
+BAD = {"type": "object", "properties": {"a": {"type": "frob"}}}
+BAD_TOOLS = [{"type": "function", "function": {"name": "one", "parameters": BAD}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": BAD}}},
+            "response_format.json_schema.schema",
+        ),
+        ("chat/completions", {"response_format": {"type": "json_object", "schema": BAD}}, "response_format.schema"),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_object", "schema": {"$ref": "#"}}},
+            "response_format.schema",
+        ),
+        ("chat/completions", {"tools": BAD_TOOLS, "tool_choice": "required"}, "tools"),
+        ("chat/completions", {"tools": BAD_TOOLS, "response_format": {"type": "json_object"}}, "tools"),
+        ("responses", {"text": {"format": {"type": "json_schema", "schema": BAD}}}, "text.format.schema"),
+    ],
+)
+def test_the_field_of_a_schema_that_is_refused(nonsense, path, fields, param):
+    response = nonsense.post(f"/v1/{path}", json={"messages": USER, "input": "a", **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -47,7 +47,7 @@ def test_options_have_ollamas_names(scripted):
         "temperature": 0.5,
     }
     chat(scripted, options={"num_predict": -1, "seed": -1})
-    assert scripted.llm.options[-1] == {}
+    assert scripted.llm.options[-1] == {"max_tokens": None, "seed": None}
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])

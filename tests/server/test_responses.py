@@ -4,6 +4,7 @@ import json
 import threading
 
 import pytest
+from conftest import client_of
 from wires import named
 
 URL = "/v1/responses"
@@ -369,6 +370,14 @@ def test_a_reply_that_was_cut(scripted, fields, status, event):
     assert name == event
     if event == "response.failed":
         assert data["response"]["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_reply_that_the_server_cut(scripted):
+    """Its limit is no sign of a full context."""
+    scripted.llm.finish = "length"
+    client = client_of(scripted.llm, "scripted", options={"max_tokens": 5})
+    assert named(ask(client, stream=True))[-1][0] == "response.incomplete"
+    assert named(ask(client, stream=True, max_output_tokens=-1))[-1][0] == "response.failed"
 
 
 @pytest.mark.parametrize(
