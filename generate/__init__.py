@@ -13,6 +13,9 @@ import common
 from generate.interrupts import end_quietly
 
 end_quietly()
+# OpenBLAS reads this as NumPy is loaded: its idle threads sleep after 2^14 cycles. By default they spin for 0.1 s, and
+# a token takes ten times as long beside other programs (docs/experiments/numpy.md).
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "14")
 _ours, _found = pathlib.Path(__file__).parents[1] / "common", pathlib.Path(next(iter(common.__path__)))
 if not (_found / "reference.py").exists():
     raise ImportError(

@@ -520,6 +520,16 @@ def test_bimetal_is_another_name_of_generate():
         assert said == f"bimetal {generate.__version__}\n"
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, "14"), ("26", "26")])
+def test_threads_of_openblas_sleep_unless_the_user_chose(given, expected):
+    """The variable is set before NumPy, whose OpenBLAS reads it as it is loaded."""
+    code = "import os, sys, generate; assert 'numpy' not in sys.modules; print(os.environ['OPENBLAS_THREAD_TIMEOUT'])"
+    env = {key: value for key, value in os.environ.items() if key != "OPENBLAS_THREAD_TIMEOUT"}
+    env |= {"OPENBLAS_THREAD_TIMEOUT": given} if given else {}
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == expected
+
+
 def test_importing_generate_imports_nothing_heavy():
     """`--help` and `import generate` answer at once."""
     code = "import sys, generate; dir(generate); print({'numpy', 'tqdm', 'jinja2'} & {*sys.modules})"
