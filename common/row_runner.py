@@ -268,6 +268,7 @@ class StepResults:
 
     def __init__(self, ops: Ops, *arrays: Array, host: tuple[np.ndarray, ...] | None = None):
         self.ops, self.arrays, self._host = ops, arrays, host
+        self._tokens: list[int] | None = None
 
     def read(self, number: int, rows: slice) -> np.ndarray:
         """Return rows of array `number` on the host."""
@@ -277,6 +278,15 @@ class StepResults:
             except NotFiniteError:  # in any row
                 return self.ops.read(self.arrays[number][rows])
         return self._host[number][rows]
+
+    def token(self, rows: slice) -> int:
+        """Return the first of `rows` of tokens."""
+        if self._tokens is None:
+            first = self.read(0, rows)
+            if self._host is None:
+                return int(first[0])
+            self._tokens = self._host[0].tolist()
+        return self._tokens[rows.start]
 
 
 class Handle:
@@ -305,6 +315,13 @@ def read(ops: Ops, of: Sequence[Any]) -> tuple[np.ndarray, ...]:
     if OF_A_JOINED_STEP.isdisjoint(map(type, of)):
         return ops.read_all(*of)
     return tuple([_on_host(ops, x) for x in of])
+
+
+def token_of(ops: Ops, handle: Any) -> int:
+    """Bring the one token of a Handle or of an array of the backend to the host."""
+    if type(handle) is Handle:
+        return handle.results.token(handle.rows)
+    return int(ops.read(handle)[0])
 
 
 def array_of(logits: Any) -> Array:

@@ -23,7 +23,7 @@ from common.ops import Array
 from common.options import GenerationOptions
 from common.pieces import Logprob, Piece, Stats
 from common.reading import Reading, Span
-from common.row_runner import array_of, read
+from common.row_runner import array_of, read, token_of
 from common.sampling import Sampler
 from common.slot import Prefixes, Slot
 from common.step import MAX_DECODE_ROWS, State, Step
@@ -293,13 +293,24 @@ class Sequence:
 
         Returns False at the end of the reply.
         """
-        decoder, ops = self.decoder, self.target.model.ops
+        decoder, ops, launched = self.decoder, self.target.model.ops, self.request
         assert decoder is not None
+        if type(launched) is Rows and launched.newest is not None:
+            token, row, tokens = launched.newest
+            value = token_of(ops, token)
+            if tokens is not None:
+                tokens.append(value)
+            if not self.take(value, row):
+                return False
         while True:
             try:
                 request = decoder.send(answer)
             except StopIteration:
                 return False
+            if type(request) is Rows:
+                self.request = request
+                self.opened = self.opened or self.new
+                return True
             if type(request) is Emit:
                 if not self.take(request.token, request.row):
                     return False
@@ -309,7 +320,7 @@ class Sequence:
             elif type(request) is Choose:
                 answer = ops.sample(array_of(request.logits), request.sampler)
             else:
-                assert type(request) is Rows or type(request) is Draft
+                assert type(request) is Draft
                 self.request = request
                 self.opened = self.opened or self.new
                 return True

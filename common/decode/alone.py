@@ -7,7 +7,7 @@ import numpy as np
 
 from common.decode.plain import target_of
 from common.decode.registry import decode
-from common.decode.requests import EVERY, Choose, Computed, Draft, Emit, Read, Rows
+from common.decode.requests import EVERY, Choose, Computed, Draft, Emit, Newest, Read, Rows
 from common.decode.run import DecoderRun
 from common.models import Model
 from common.models.pair import Pair
@@ -27,10 +27,21 @@ def run_alone(run: DecoderRun) -> Generator[tuple[int, Array], None, None]:
                 answer = None
             else:
                 answer = answered(run.model, run.state, request)
+                if type(request) is Rows and request.newest is not None:
+                    yield emitted(run.model.ops, request.newest)
     except StopIteration:
         return
     finally:
         decoder.close()
+
+
+def emitted(ops: Ops, newest: Newest) -> Emit:
+    """Read the token that a request for rows hands over."""
+    (values,) = ops.read_all(newest.token)
+    token = int(values[0])
+    if newest.read is not None:
+        newest.read.append(token)
+    return Emit(token, newest.row)
 
 
 def answered(model: Model, state: State, request: Any) -> Any:

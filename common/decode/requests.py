@@ -1,14 +1,15 @@
 """Requests of a decoder, and their answers. A decoder is a generator of requests: it never calls the model itself.
 
     done = yield Rows(step, sampler)          compute rows after the state; the answer is a Computed
+    done = yield Rows(..., newest=newest)     hand over a token of the reply once the rows have been launched
     handle = yield Choose(logits, sampler)    choose a token of each row of logits that exist already
     answer = yield Draft(token, k, depth)     ask the draft model for the tokens after `token`
     (values,) = yield Read((handle,))         bring what was chosen, or logits, to the host
     yield Emit(token, row)                    hand over a token of the reply
 
-The decoder commits to its state itself. Whoever drives a decoder may close it at an Emit, after which the state holds
-all tokens emitted so far but the newest (or fewer, in WeDLM's windows), and at a Rows or a Draft, which then is
-never run.
+The decoder commits to its state itself. Whoever drives a decoder may close it at an Emit, and at Rows that hand over a
+token, after which the state holds all tokens emitted so far but the newest (or fewer, in WeDLM's windows); and at other
+Rows or a Draft, which then is never run.
 """
 
 from typing import Any, NamedTuple
@@ -21,6 +22,19 @@ from common.step import Step
 EVERY = slice(None)
 
 
+class Newest(NamedTuple):
+    """The newest token of a reply, which the rows of a step follow: read and emitted once they have been launched.
+
+    token  its handle
+    row    the logits row (1, vocab) that it was chosen from
+    read   list to which its id is appended before it is emitted; None: nobody asks for it
+    """
+
+    token: Any
+    row: Array
+    read: list[int] | None = None
+
+
 class Rows(NamedTuple):
     """Compute a step of one sequence.
 
@@ -28,6 +42,7 @@ class Rows(NamedTuple):
     sampler      chooses a token of each of the rows `sampled`; None: nothing is chosen
     mask         the mask token's id: the likeliest other token of each of the rows `masked`, and their entropies
     target_only  leaves nothing for the draft of a pair
+    newest       emitted before the answer, without a request of its own; None: the decoder emits its tokens itself
     """
 
     step: Step
@@ -36,6 +51,7 @@ class Rows(NamedTuple):
     mask: int | None = None
     masked: slice = EVERY
     target_only: bool = False
+    newest: Newest | None = None
 
 
 class Computed(NamedTuple):
