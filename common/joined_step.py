@@ -6,6 +6,7 @@ Ops that read or write a state run once per sequence, over its rows; all others 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ class JoinedStep(Step):
     """The rows of `parts`, the steps of one sequence each; `runs`: the rows of each part."""
 
     parts: Sequence[Step]
-    runs: list[slice]
+    runs: Sequence[slice]
 
     @classmethod
     def of(cls, parts: Sequence[Step], tokens: Any, slots: Sequence[int] | None = None) -> "JoinedStep":
@@ -33,14 +34,27 @@ class JoinedStep(Step):
         of_parts = np.arange(len(parts), dtype=np.int32) if slots is None else np.array(slots, np.int32)
         positions = np.concatenate([part.positions for part in parts])
         if len(positions) == len(parts):  # plain decoding of all
-            runs = [slice(i, i + 1) for i in range(len(parts))]
-            return cls(tokens, positions, np.full(len(parts), PAST, np.int32), of_parts, parts, runs)
+            return cls(tokens, positions, _no_parents(len(parts)), of_parts, parts, _single_rows(len(parts)))
         sizes = [len(part) for part in parts]
         runs = [slice(a, b) for a, b in pairwise([0, *accumulate(sizes)])]
         parents = None
         if parts[0].parents is not None:
             parents = np.concatenate([_moved(part.parents, run.start) for part, run in zip(parts, runs, strict=True)])
         return cls(tokens, positions, parents, np.repeat(of_parts, sizes), parts, runs)
+
+
+@cache
+def _single_rows(count: int) -> list[slice]:
+    """Return the rows of each of `count` sequences of one row."""
+    return [slice(i, i + 1) for i in range(count)]
+
+
+@cache
+def _no_parents(count: int) -> np.ndarray:
+    """Return the parents of rows of which each continues the past of its own sequence; read-only."""
+    parents = np.full(count, PAST, np.int32)
+    parents.flags.writeable = False
+    return parents
 
 
 def _moved(parents: np.ndarray | None, first: int) -> np.ndarray:

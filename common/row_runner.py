@@ -60,6 +60,9 @@ class RowRunner:
             step, state = JoinedStep.of(steps, tokens), self._state_of(states, [omits and r.target_only for r in asked])
             logits = self._model(target_only).forward(state, step)
         runs = step.runs
+        if len(step) == len(asked) and kinds[-1] == SAMPLED and all([r.mask is None and r.sampled is EVERY for r in asked]):
+            found = StepResults(self.ops, self.ops.sample(logits, Samplers([(rows.sampler, 1) for rows in asked])))
+            return [Computed(LogitRows(logits, at.start, at.stop), Handle(found, at)) for at in runs]
         chosen = [
             *self._sampled(logits, asked[: kinds.count(SAMPLED)], runs),
             *self._picked(logits, asked[kinds.count(SAMPLED) :], runs[kinds.count(SAMPLED) :]),
