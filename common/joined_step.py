@@ -31,16 +31,27 @@ class JoinedStep(Step):
 
         slots  of each; None: 0, 1, 2, ...
         """
-        of_parts = np.arange(len(parts), dtype=np.int32) if slots is None else np.array(slots, np.int32)
+        slots = range(len(parts)) if slots is None else slots
         positions = np.concatenate([part.positions for part in parts])
-        if len(positions) == len(parts):  # plain decoding of all
-            return cls(tokens, positions, _no_parents(len(parts)), of_parts, parts, _single_rows(len(parts)))
+        if len(positions) == len(parts):
+            return cls.of_single_rows(tokens, positions, slots, parts)
         sizes = [len(part) for part in parts]
         runs = [slice(a, b) for a, b in pairwise([0, *accumulate(sizes)])]
         parents = None
         if parts[0].parents is not None:
             parents = np.concatenate([_moved(part.parents, run.start) for part, run in zip(parts, runs, strict=True)])
-        return cls(tokens, positions, parents, np.repeat(of_parts, sizes), parts, runs)
+        return cls(tokens, positions, parents, np.repeat(np.array(slots, np.int32), sizes), parts, runs)
+
+    @classmethod
+    def of_single_rows(
+        cls, tokens: Any, positions: np.ndarray, slots: Sequence[int], parts: Sequence[Step] = ()
+    ) -> "JoinedStep":
+        """Join steps of one row each, which continues the past of its own sequence.
+
+        parts  may be left out of a step of a pool
+        """
+        count = len(positions)
+        return cls(tokens, positions, _no_parents(count), np.array(slots, np.int32), parts, _single_rows(count))
 
 
 @cache

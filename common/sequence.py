@@ -12,7 +12,7 @@ import numpy as np
 from common.checks import check_fits, check_tokens, default_spec, default_window, speculation_of
 from common.decode.plain import target_of
 from common.decode.registry import check, decode
-from common.decode.requests import Choose, Draft, Emit, Read, Request, Rows
+from common.decode.requests import ASKS_ROWS, Choose, Draft, Emit, Read, Request, Rows, Stretch
 from common.decode.run import DecoderRun
 from common.decode.tuner import TunerShare
 from common.decode.wedlm import most_unread
@@ -77,7 +77,7 @@ RESERVED = 1024  # tokens of a reply for which memory is granted at a time
 class Sequence:
     """A prompt and the reply to it. Making one checks the call: UsageError, BimetalError.
 
-    request  the decoder's current request, Rows or a Draft; None while the prompt is read
+    request  the decoder's current request, Rows, a Draft or a Stretch; None while the prompt is read
     run      the input of the decoder; None while the prompt is read
     cached   tokens of the prompt that were not read, because a slot or the prefix cache held their state
     matched  tokens of the prompt with which an earlier text begins; of some, no state was kept
@@ -112,7 +112,7 @@ class Sequence:
         self.priority, self.arrival, self.waited, self.skips = call.options.priority, 0, 0, 0
         self.slot: Slot | None = None
         self.decoder: Generator[Request, Any, None] | None = None
-        self.request: Rows | Draft | None = None
+        self.request: Rows | Draft | Stretch | None = None
         self.tuner: TunerShare | None = None
         self.run: DecoderRun | None = None
         self.parts: Generator[None, None, Array] | None = None
@@ -275,10 +275,15 @@ class Sequence:
         self.decoder = decode(self.run)
 
     @property
-    def asked_rows(self) -> tuple[State, Rows]:
+    def asks_rows(self) -> bool:
+        """Test whether a step of the model comes next, other than one of the prompt."""
+        return isinstance(self.request, ASKS_ROWS)
+
+    @property
+    def asked_rows(self) -> tuple[State, Rows | Stretch]:
         """Return (the state, the decoder's request for rows)."""
         assert self.slot
-        assert type(self.request) is Rows
+        assert isinstance(self.request, Rows | Stretch)
         return self.slot.state, self.request
 
     @property
@@ -293,24 +298,22 @@ class Sequence:
 
         Returns False at the end of the reply.
         """
-        decoder, ops, launched = self.decoder, self.target.model.ops, self.request
+        decoder, ops, stretch = self.decoder, self.target.model.ops, self.request
         assert decoder is not None
-        if type(launched) is Rows and launched.newest is not None:
-            token, row, tokens = launched.newest
-            value = token_of(ops, token)
-            if tokens is not None:
-                tokens.append(value)
-            if not self.take(value, row):
+        if type(stretch) is Stretch:
+            token = token_of(ops, stretch.token)
+            stretch.note(token)
+            if not self.take(token, stretch.row):
                 return False
+            if stretch.goes_on(answer):
+                self.opened = self.opened or self.new
+                return True
+            answer = None
         while True:
             try:
                 request = decoder.send(answer)
             except StopIteration:
                 return False
-            if type(request) is Rows:
-                self.request = request
-                self.opened = self.opened or self.new
-                return True
             if type(request) is Emit:
                 if not self.take(request.token, request.row):
                     return False
@@ -320,7 +323,7 @@ class Sequence:
             elif type(request) is Choose:
                 answer = ops.sample(array_of(request.logits), request.sampler)
             else:
-                assert type(request) is Draft
+                assert isinstance(request, Rows | Draft | Stretch)
                 self.request = request
                 self.opened = self.opened or self.new
                 return True

@@ -7,7 +7,7 @@ import numpy as np
 
 from common.decode.plain import target_of
 from common.decode.registry import decode
-from common.decode.requests import EVERY, Choose, Computed, Draft, Emit, Newest, Read, Rows
+from common.decode.requests import EVERY, Choose, Computed, Draft, Emit, Read, Rows, Stretch
 from common.decode.run import DecoderRun
 from common.models import Model
 from common.models.pair import Pair
@@ -25,27 +25,30 @@ def run_alone(run: DecoderRun) -> Generator[tuple[int, Array], None, None]:
             if type(request) is Emit:
                 yield request
                 answer = None
+            elif type(request) is Stretch:
+                yield from _tokens(run, request)
+                answer = None
             else:
                 answer = answered(run.model, run.state, request)
-                if type(request) is Rows and request.newest is not None:
-                    yield emitted(run.model.ops, request.newest)
     except StopIteration:
         return
     finally:
         decoder.close()
 
 
-def emitted(ops: Ops, newest: Newest) -> Emit:
-    """Read the token that a request for rows hands over."""
-    (values,) = ops.read_all(newest.token)
-    token = int(values[0])
-    if newest.read is not None:
-        newest.read.append(token)
-    return Emit(token, newest.row)
+def _tokens(run: DecoderRun, stretch: Stretch) -> Generator[Emit, None, None]:
+    """Yield the tokens of a stretch."""
+    while True:
+        done = answered(run.model, run.state, stretch.rows())
+        token = int(run.model.ops.read(stretch.token)[0])
+        stretch.note(token)
+        yield Emit(token, stretch.row)
+        if not stretch.goes_on(done):
+            return
 
 
 def answered(model: Model, state: State, request: Any) -> Any:
-    """Answer a request of a decoder other than an Emit."""
+    """Answer a request of a decoder other than an Emit or a Stretch."""
     ops, kind = model.ops, type(request)
     if kind is Read:
         return ops.read_all(*request.of)

@@ -1,38 +1,27 @@
 """Requests of a decoder, and their answers. A decoder is a generator of requests: it never calls the model itself.
 
     done = yield Rows(step, sampler)          compute rows after the state; the answer is a Computed
-    done = yield Rows(..., newest=newest)     hand over a token of the reply once the rows have been launched
     handle = yield Choose(logits, sampler)    choose a token of each row of logits that exist already
     answer = yield Draft(token, k, depth)     ask the draft model for the tokens after `token`
     (values,) = yield Read((handle,))         bring what was chosen, or logits, to the host
     yield Emit(token, row)                    hand over a token of the reply
+    yield stretch                             decode a token per step: Stretch
 
-The decoder commits to its state itself. Whoever drives a decoder may close it at an Emit, and at Rows that hand over a
-token, after which the state holds all tokens emitted so far but the newest (or fewer, in WeDLM's windows); and at other
-Rows or a Draft, which then is never run.
+The decoder commits to its state itself. Whoever drives a decoder may close it at an Emit or a Stretch, after which the
+state holds all tokens emitted so far but the newest (or fewer, in WeDLM's windows), and at a Rows or a Draft, which
+then is never run.
 """
 
 from typing import Any, NamedTuple
 
 from common.coupled import Coupling
+from common.decode.run import DecoderRun
 from common.ops import Array
 from common.sampling import Sampler
 from common.step import Step
 
 EVERY = slice(None)
-
-
-class Newest(NamedTuple):
-    """The newest token of a reply, which the rows of a step follow: read and emitted once they have been launched.
-
-    token  its handle
-    row    the logits row (1, vocab) that it was chosen from
-    read   list to which its id is appended before it is emitted; None: nobody asks for it
-    """
-
-    token: Any
-    row: Array
-    read: list[int] | None = None
+THE_ROW = (0,)  # the path of a step of one row
 
 
 class Rows(NamedTuple):
@@ -42,7 +31,6 @@ class Rows(NamedTuple):
     sampler      chooses a token of each of the rows `sampled`; None: nothing is chosen
     mask         the mask token's id: the likeliest other token of each of the rows `masked`, and their entropies
     target_only  leaves nothing for the draft of a pair
-    newest       emitted before the answer, without a request of its own; None: the decoder emits its tokens itself
     """
 
     step: Step
@@ -51,7 +39,6 @@ class Rows(NamedTuple):
     mask: int | None = None
     masked: slice = EVERY
     target_only: bool = False
-    newest: Newest | None = None
 
 
 class Computed(NamedTuple):
@@ -102,4 +89,39 @@ class Emit(NamedTuple):
     row: Array
 
 
-Request = Rows | Choose | Draft | Read | Emit
+class Stretch:
+    """Decode a token per step, in steps that are launched before the host reads the token before.
+
+    The driver runs `rows`, hands over the token that they follow, and calls `goes_on`, again and again: one request for
+    many steps, because a step may be as short as the host's work for it. The decoder goes on after the last one.
+
+    token  handle of the newest token
+    row    the logits row (1, vocab) that it was chosen from
+    left   tokens to be handed over
+    read   list to which their ids are appended
+    """
+
+    __slots__ = ("left", "read", "row", "run", "token")
+
+    def __init__(self, run: DecoderRun, token: Any, row: Array, left: int, read: list[int] | None = None):
+        self.run, self.token, self.row, self.left, self.read = run, token, row, left, read
+
+    def rows(self) -> Rows:
+        """Make a request for the row of the newest token."""
+        return Rows(Step.chain(self.token, self.run.state.length), self.run.sampler, target_only=True)
+
+    def note(self, token: int) -> None:
+        """Note the id of the newest token, which has been read."""
+        if self.read is not None:
+            self.read.append(token)
+
+    def goes_on(self, done: Computed) -> bool:
+        """Commit the newest token's row, which gave another token; return whether the stretch goes on with that one."""
+        run = self.run
+        run.state.commit(THE_ROW)
+        self.token, self.row, self.left = done.sampled, done.logits, self.left - 1
+        return self.left > 0 and run.runs_ahead and run.state.length < run.state.capacity
+
+
+Request = Rows | Choose | Draft | Read | Emit | Stretch
+ASKS_ROWS = Rows, Stretch  # requests that a step of the model answers
