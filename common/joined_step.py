@@ -36,10 +36,11 @@ class JoinedStep(Step):
         if len(positions) == len(parts):
             return cls.of_single_rows(tokens, positions, slots, parts)
         sizes = [len(part) for part in parts]
-        runs = [slice(a, b) for a, b in pairwise([0, *accumulate(sizes)])]
-        parents = None
+        starts = [0, *accumulate(sizes)]
+        runs, parents = [slice(a, b) for a, b in pairwise(starts)], None
         if parts[0].parents is not None:
-            parents = np.concatenate([_moved(part.parents, run.start) for part, run in zip(parts, runs, strict=True)])
+            parents = np.concatenate([part.parents for part in parts])
+            parents += np.repeat(np.array(starts[:-1], np.int32), sizes) * (parents != PAST)
         return cls(tokens, positions, parents, np.repeat(np.array(slots, np.int32), sizes), parts, runs)
 
     @classmethod
@@ -66,12 +67,6 @@ def _no_parents(count: int) -> np.ndarray:
     parents = np.full(count, PAST, np.int32)
     parents.flags.writeable = False
     return parents
-
-
-def _moved(parents: np.ndarray | None, first: int) -> np.ndarray:
-    """Parents of rows that lie from row `first` on."""
-    assert parents is not None
-    return np.where(parents == PAST, PAST, parents + first).astype(np.int32)
 
 
 class JoinedState:

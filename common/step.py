@@ -62,15 +62,17 @@ class Step:
     @classmethod
     def tree(cls, tokens: Any, parents: Sequence[int] | np.ndarray, start: int, slot: int = 0) -> "Step":
         """Make a step of the rows of a token tree; a row's position is `start` plus its depth."""
-        parents = np.asarray(parents, np.int32)
-        T, depth = len(parents), list[int]()
-        for row, parent in enumerate(parents.tolist()):
+        rows = parents.tolist() if isinstance(parents, np.ndarray) else list(parents)
+        T, positions = len(rows), list[int]()
+        for row, parent in enumerate(rows):
             if not PAST <= parent < row:
                 break
-            depth.append(0 if parent == PAST else depth[parent] + 1)
-        if not len(tokens) == T == len(depth):
+            positions.append(start if parent == PAST else positions[parent] + 1)
+        if not len(tokens) == T == len(positions):
             raise ValueError(f"parents must list, for each of {len(tokens)} rows, PAST or an earlier row: {parents}")
-        return cls(tokens, start + np.array(depth, np.int32), parents, np.full(T, slot, np.int32))
+        if T <= MAX_DECODE_ROWS and rows == list(range(PAST, T - 1)):
+            return cls.chain(tokens, start, slot)
+        return cls(tokens, np.array(positions, np.int32), np.array(rows, np.int32), np.full(T, slot, np.int32))
 
     @classmethod
     def block(cls, tokens: Any, start: int, slot: int = 0) -> "Step":

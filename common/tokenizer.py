@@ -78,6 +78,7 @@ class Tokenizer:
         self._backend = backend
         self._lock = Lock()  # parse_special is a setting of the backend, not an argument
         self._added = {id: token.content.encode() for id, token in added.items()}
+        self._bytes = dict(self._added)  # of tokens whose bytes were asked for: replies ask for each of theirs
         self._special = frozenset(id for id, token in added.items() if token.special)
         self._byte_level = "ByteLevel" in decoder
         self._strips_space = not self._byte_level and _removes_first_space(json.loads(decoder))
@@ -226,8 +227,12 @@ class Tokenizer:
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that a token stands for; not always whole characters."""
-        if id in self._added:
-            return self._added[id]
+        found = self._bytes.get(id)
+        if found is None:
+            found = self._bytes[id] = self._find_bytes(id)
+        return found
+
+    def _find_bytes(self, id: int) -> bytes:
         token = self._backend.id_to_token(id) if 0 <= id < self.vocab_size else None
         if token is None:
             raise BimetalError(f"token id {id} is not in the vocabulary of {self.vocab_size} tokens")

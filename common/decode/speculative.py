@@ -231,7 +231,7 @@ def _step(run: DecoderRun, drafter: Drafter, token: int, budget: int) -> Generat
             sampler.accept(token)
             drafter.extend((token,))
             yield Emit(token, row)
-            child = tree.children[node].get(token)
+            child = tree.nodes.get((node, token))
             if child is None:
                 break
             path.append(child)
