@@ -173,13 +173,14 @@ class Inputs:
             host[at : at + len(data)] = data
 
         kind = 1 if T > MAX_DECODE_ROWS else 2 if step.parents is None else 0
+        all_parents = None if step.parents is None or has_begun or T > MAX_DECODE_ROWS else step.parents.tolist()
         paths, fields, sees, run_of = list[int](), list[int](), list[bytes](), list[int]()
         HEAD.pack_into(host, 0, T, len(runs), kept)
         for number, ((slot, first, rows), past, source, target, path) in enumerate(runs):
             branches = 0
             if T <= MAX_DECODE_ROWS and not has_begun:
                 # a row by itself continues the past, so that nothing needs to be read of its parents
-                parents = None if step.parents is None or rows == 1 else step.parents[first : first + rows].tolist()
+                parents = None if all_parents is None or rows == 1 else all_parents[first : first + rows]
                 if parents is not None and first:
                     parents = [parent if parent == PAST else parent - first for parent in parents]
                 is_chain = parents is None or parents == list(range(PAST, rows - 1))
