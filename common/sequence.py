@@ -161,7 +161,8 @@ class Sequence:
     @property
     def rows(self) -> int:
         """Rows of its next step, while it decodes."""
-        return len(self.request.step) if type(self.request) is Rows else 1
+        request = self.request
+        return len(request.step) if type(request) is Rows else 1
 
     # -- the prompt --------------------------------------------------------------------------------------------------
 
@@ -275,15 +276,10 @@ class Sequence:
         self.decoder = decode(self.run)
 
     @property
-    def asks_rows(self) -> bool:
-        """Test whether a step of the model comes next, other than one of the prompt."""
-        return isinstance(self.request, ASKS_ROWS)
-
-    @property
     def asked_rows(self) -> tuple[State, Rows | Stretch]:
         """Return (the state, the decoder's request for rows)."""
         assert self.slot
-        assert isinstance(self.request, Rows | Stretch)
+        assert isinstance(self.request, ASKS_ROWS)
         return self.slot.state, self.request
 
     @property
@@ -323,7 +319,7 @@ class Sequence:
             elif type(request) is Choose:
                 answer = ops.sample(array_of(request.logits), request.sampler)
             else:
-                assert isinstance(request, Rows | Draft | Stretch)
+                assert type(request) is Draft or isinstance(request, ASKS_ROWS)
                 self.request = request
                 self.opened = self.opened or self.new
                 return True
@@ -350,7 +346,7 @@ class Sequence:
             pending.logprobs.append(self._logprob(token, row))
         known = token < tokenizer.vocab_size  # a padded vocabulary ends in ids without text
         pending.text = self.text.push(self.detokenizer.push(token) if known else "")
-        if self.text.stopped:
+        if self.text.stopped_by is not None:
             self.reason = "stop"
             return False
         if self.new == self.options.max_tokens:

@@ -162,11 +162,12 @@ class Recurrent:
         else:
             if self.batches > 1:
                 self._choose_store(runs)
-            elif any(len(pair.path) and pair.at == self.newest for pair in self.pairs):
+            elif any([pair.path and pair.at == self.newest for pair in self.pairs]):
                 self.newest = 1 - self.newest
-            self.apply([i for i, pair in enumerate(self.pairs) if len(pair.path) and pair.at == self.newest])
+            newest = self.newest
+            self.apply([i for i, pair in enumerate(self.pairs) if pair.path and pair.at == newest])
             for pair in self.pairs:
-                if not pair.whole and pair.left == self.newest:
+                if pair.left == newest and not pair.whole:
                     pair.step = None
         for run in runs:
             pair = self.pairs[run.slot]
