@@ -78,7 +78,7 @@ class Tokenizer:
         self._backend = backend
         self._lock = Lock()  # parse_special is a setting of the backend, not an argument
         self._added = {id: token.content.encode() for id, token in added.items()}
-        self._bytes = dict(self._added)  # of tokens whose bytes were asked for: replies ask for each of theirs
+        self._whole: dict[int, str | None] = {}  # results of `whole_text`
         self._special = frozenset(id for id, token in added.items() if token.special)
         self._byte_level = "ByteLevel" in decoder
         self._strips_space = not self._byte_level and _removes_first_space(json.loads(decoder))
@@ -227,12 +227,8 @@ class Tokenizer:
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that a token stands for; not always whole characters."""
-        found = self._bytes.get(id)
-        if found is None:
-            found = self._bytes[id] = self._find_bytes(id)
-        return found
-
-    def _find_bytes(self, id: int) -> bytes:
+        if id in self._added:
+            return self._added[id]
         token = self._backend.id_to_token(id) if 0 <= id < self.vocab_size else None
         if token is None:
             raise BimetalError(f"token id {id} is not in the vocabulary of {self.vocab_size} tokens")
@@ -242,6 +238,15 @@ class Tokenizer:
         if all(char in _BYTES for char in token):
             return bytes(_BYTES[char] for char in token)
         return token.encode()
+
+    def whole_text(self, id: int) -> str | None:
+        """The text of a token of whole characters, found once; None for one that holds a part of a character."""
+        if id not in self._whole:
+            try:
+                self._whole[id] = self.token_bytes(id).decode()
+            except UnicodeDecodeError:
+                self._whole[id] = None
+        return self._whole[id]
 
     def decode(self, ids: Iterable[int] | int, skip_special_tokens: bool = False) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD. `skip_special_tokens` leaves control tokens out."""
@@ -284,12 +289,17 @@ class Decoder:
         self._skip = tokenizer._special if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = tokenizer._strips_space
+        self._in_character = False  # whether bytes of an unfinished one are held
 
     def push(self, id: int) -> str:
         """The whole characters that `id` completes; "" while a character is unfinished."""
         if id in self._skip:
             return ""
-        return self._strip(self._utf8.decode(self._tokenizer.token_bytes(id)))
+        text = None if self._in_character else self._tokenizer.whole_text(id)
+        if text is None:
+            text = self._utf8.decode(self._tokenizer.token_bytes(id))
+            self._in_character = bool(self._utf8.getstate()[0])
+        return self._strip(text) if self._at_start else text
 
     def flush(self) -> str:
         """Ends the sequence: U+FFFD if a character stayed unfinished, else ""."""

@@ -365,8 +365,9 @@ def bucket(T: int) -> int:
 
 def shape_of(pool: Any, step: Step, runs: Sequence[Run]) -> Shape:
     T = bucket(len(step))
-    pasts = [pool.lengths[run.slot] for run in runs]
-    return Shape(T, min(pool.slots, T), one_row_each(step, runs), long_past(step, pasts))
+    if one_row_each(step, runs):
+        return Shape(T, min(pool.slots, T), True)
+    return Shape(T, min(pool.slots, T), False, long_past(step, [pool.lengths[run.slot] for run in runs]))
 
 
 def one_row_each(step: Step, runs: Sequence[Run]) -> bool:
