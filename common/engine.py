@@ -13,7 +13,7 @@ from traceback import clear_frames, print_exc
 from typing import Any
 
 from common.decode.alone import drafted
-from common.decode.requests import Draft, Rows
+from common.decode.requests import ASKS_ROWS, Draft
 from common.decode.speculative import new_tuner
 from common.decode.tuner import FIRST, SharedTuner, TunerShare
 from common.decoders import Speculation
@@ -143,12 +143,12 @@ class Engine:
     @property
     def _launches_next(self) -> bool:
         """Test whether the next turn begins by launching a step of decoding, without waiting for the device."""
-        decodes = bool(self.running) and all([type(each.request) is Rows for each in self.running])
+        decodes = bool(self.running) and all([type(each.request) in ASKS_ROWS for each in self.running])
         return decodes and self.model.ops.runs_ahead and not (self._inbox or self.suspended)
 
     def _turn(self) -> None:
         schedule, running = self.schedule, self.running
-        if len(running) == 1 and type(running[0].request) is Rows:  # alone: nothing to choose or to count
+        if len(running) == 1 and type(running[0].request) in ASKS_ROWS:  # alone: nothing to choose or to count
             self._step(running[:1])
             return
         if self.memory.grows and not self._suspended.grant(running):
@@ -167,7 +167,7 @@ class Engine:
                 self._finish_launched()
                 continue
             self._draft(asking if schedule.joins and self._rows.shares_drafts else asking[:1])
-        chosen = schedule.step([each for each in running if type(each.request) is Rows])
+        chosen = schedule.step([each for each in running if type(each.request) in ASKS_ROWS])
         if chosen:
             self._step(chosen)
         schedule.has_decoded(time.perf_counter() - started)
@@ -379,7 +379,7 @@ class Engine:
         """
         if any(each in chosen for step in self._launched for each, _, _ in step):
             self._finish_launched()
-            chosen = [each for each in chosen if each in self.running and type(each.request) is Rows]
+            chosen = [each for each in chosen if each in self.running and type(each.request) in ASKS_ROWS]
             if not chosen:
                 return
         if len(chosen) == 1:
@@ -390,7 +390,7 @@ class Engine:
             self._launched.append(launched)
         self.deliver()
         left = self.schedule.batches - 1
-        if left and not any(type(each.request) is Rows and each not in chosen for each in self.running):
+        if left and not any(type(each.request) in ASKS_ROWS and each not in chosen for each in self.running):
             left = 0
         self._finish_launched(left)
 

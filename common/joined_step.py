@@ -6,6 +6,7 @@ Ops that read or write a state run once per sequence, over its rows; all others 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ class JoinedStep(Step):
     """The rows of `parts`, the steps of one sequence each; `runs`: the rows of each part."""
 
     parts: Sequence[Step]
-    runs: list[slice]
+    runs: Sequence[slice]
 
     @classmethod
     def of(cls, parts: Sequence[Step], tokens: Any, slots: Sequence[int] | None = None) -> "JoinedStep":
@@ -30,23 +31,42 @@ class JoinedStep(Step):
 
         slots  of each; None: 0, 1, 2, ...
         """
-        of_parts = np.arange(len(parts), dtype=np.int32) if slots is None else np.array(slots, np.int32)
+        slots = range(len(parts)) if slots is None else slots
         positions = np.concatenate([part.positions for part in parts])
-        if len(positions) == len(parts):  # plain decoding of all
-            runs = [slice(i, i + 1) for i in range(len(parts))]
-            return cls(tokens, positions, np.full(len(parts), PAST, np.int32), of_parts, parts, runs)
+        if len(positions) == len(parts):
+            return cls.of_single_rows(tokens, positions, slots, parts)
         sizes = [len(part) for part in parts]
-        runs = [slice(a, b) for a, b in pairwise([0, *accumulate(sizes)])]
-        parents = None
+        starts = [0, *accumulate(sizes)]
+        runs, parents = [slice(a, b) for a, b in pairwise(starts)], None
         if parts[0].parents is not None:
-            parents = np.concatenate([_moved(part.parents, run.start) for part, run in zip(parts, runs, strict=True)])
-        return cls(tokens, positions, parents, np.repeat(of_parts, sizes), parts, runs)
+            parents = np.concatenate([part.parents for part in parts])
+            parents += np.repeat(np.array(starts[:-1], np.int32), sizes) * (parents != PAST)
+        return cls(tokens, positions, parents, np.repeat(np.array(slots, np.int32), sizes), parts, runs)
+
+    @classmethod
+    def of_single_rows(
+        cls, tokens: Any, positions: np.ndarray, slots: Sequence[int], parts: Sequence[Step] = ()
+    ) -> "JoinedStep":
+        """Join steps of one row each, which continues the past of its own sequence.
+
+        parts  may be left out of a step of a pool
+        """
+        count = len(positions)
+        return cls(tokens, positions, _no_parents(count), np.array(slots, np.int32), parts, _single_rows(count))
 
 
-def _moved(parents: np.ndarray | None, first: int) -> np.ndarray:
-    """Parents of rows that lie from row `first` on."""
-    assert parents is not None
-    return np.where(parents == PAST, PAST, parents + first).astype(np.int32)
+@cache
+def _single_rows(count: int) -> list[slice]:
+    """Return the rows of each of `count` sequences of one row."""
+    return [slice(i, i + 1) for i in range(count)]
+
+
+@cache
+def _no_parents(count: int) -> np.ndarray:
+    """Return the parents of rows of which each continues the past of its own sequence; read-only."""
+    parents = np.full(count, PAST, np.int32)
+    parents.flags.writeable = False
+    return parents
 
 
 class JoinedState:

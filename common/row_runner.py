@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from common.decode.alone import computed
 from common.decode.plain import target_of
-from common.decode.requests import EVERY, Computed, Draft, Rows
+from common.decode.requests import EVERY, Computed, Draft, Rows, Stretch
 from common.errors import BimetalError, NotFiniteError
 from common.joined_step import JoinedState, JoinedStep, joined
 from common.models import Model
@@ -32,33 +32,55 @@ class RowRunner:
         self._joined: dict[bool, Model] = {}  # by whether the target runs without its draft
         self._state: JoinedState | None = None  # of the last joined step
 
-    def alone(self, state: State, rows: Rows) -> Computed:
+    def alone(self, state: State, asked: Rows | Stretch) -> Computed:
         """Run a step with the rows of one sequence."""
+        rows = _rows_of(asked)
         model = self.target if rows.target_only else self.model
         step = rows.step if type(rows.step.tokens) is not Handle else _by_itself(rows.step)
         return computed(self.ops, model.forward(state, step), rows)
 
-    def together(self, asked: Sequence[tuple[State, Rows]]) -> list[Computed | Exception]:
+    def together(self, asked: Sequence[tuple[State, Rows | Stretch]]) -> Sequence[Computed | Exception]:
         """Run a step with the rows of each sequence; an error that concerns one sequence is that sequence's result."""
-        kinds = [_kind(rows) for _, rows in asked]
+        stretches = [each for _, each in asked if type(each) is Stretch]
+        if len(stretches) == len(asked):
+            return self._stretched([state for state, _ in asked], stretches)
+        states, rows = [state for state, _ in asked], [_rows_of(each) for _, each in asked]
+        kinds = [_kind(each) for each in rows]
         if kinds == sorted(kinds):
-            return self._together([state for state, _ in asked], [rows for _, rows in asked], kinds)
+            return self._together(states, rows, kinds)
         order = sorted(range(len(asked)), key=kinds.__getitem__)
-        answers = self._together([asked[i][0] for i in order], [asked[i][1] for i in order], sorted(kinds))
+        answers = self._together([states[i] for i in order], [rows[i] for i in order], sorted(kinds))
         return [answer for _, answer in sorted(zip(order, answers, strict=True), key=lambda pair: pair[0])]
+
+    def _stretched(self, states: list[State], asked: list[Stretch]) -> list[Computed]:
+        """Run a step of one row of each sequence, each of which draws a token."""
+        tokens = tokens_of(self.ops, [each.token for each in asked])
+        if states[0].pool is None:
+            step = JoinedStep.of([each.rows().step for each in asked], tokens)
+        else:  # which asks for no sequence's own step
+            positions = np.array([state.length for state in states], np.int32)
+            step = JoinedStep.of_single_rows(tokens, positions, [state.slot for state in states])
+        logits = self._logits(states, step, [True] * len(asked))
+        samplers = Samplers([(each.run.sampler, 1) for each in asked])
+        found = StepResults(self.ops, self.ops.sample(logits, samplers))
+        return [Computed(LogitRows(logits, at.start, at.stop), Handle(found, at)) for at in step.runs]
+
+    def _logits(self, states: list[State], step: JoinedStep, without_draft: list[bool]) -> Array:
+        """Run a step; the draft's rows of those `without_draft` may be left out."""
+        target_only, pool = all(without_draft), cast(Any, states[0].pool)
+        if pool is not None:
+            return (self.target if target_only else self.model).forward(pool, step)
+        omits = self.target is not self.model  # the draft's rows, in a step after which nothing is drafted
+        state = self._state_of(states, [omits and each for each in without_draft])
+        return self._model(target_only).forward(state, step)
 
     def _together(self, states: list[State], asked: list[Rows], kinds: list[int]) -> list[Computed | Exception]:
         """Run one step for all, in the order of their kinds."""
         steps = [rows.step for rows in asked]
-        tokens, target_only = tokens_of(self.ops, steps), all([rows.target_only for rows in asked])
-        pool: Any = states[0].pool
-        if pool is not None:
-            step = JoinedStep.of(steps, tokens, [state.slot for state in states])
-            logits = (self.target if target_only else self.model).forward(pool, step)
-        else:
-            omits = self.target is not self.model  # the draft's rows, in a step after which nothing is drafted
-            step, state = JoinedStep.of(steps, tokens), self._state_of(states, [omits and r.target_only for r in asked])
-            logits = self._model(target_only).forward(state, step)
+        tokens = tokens_of(self.ops, [step.tokens for step in steps])
+        slots = None if states[0].pool is None else [state.slot for state in states]
+        step = JoinedStep.of(steps, tokens, slots)
+        logits = self._logits(states, step, [rows.target_only for rows in asked])
         runs = step.runs
         chosen = [
             *self._sampled(logits, asked[: kinds.count(SAMPLED)], runs),
@@ -70,7 +92,7 @@ class RowRunner:
             for at, rows, each, masked in zip(runs, asked, chosen, filled, strict=True)
         ]
 
-    def _sampled(self, logits: Array, asked: list[Rows], runs: list[slice]) -> list["Handle"]:
+    def _sampled(self, logits: Array, asked: list[Rows], runs: Sequence[slice]) -> list["Handle"]:
         """Choose tokens of the first rows of a step in one call, each by the sampler of its sequence."""
         if not asked:
             return []
@@ -86,7 +108,7 @@ class RowRunner:
         found = StepResults(self.ops, tokens)
         return [Handle(found, at) for at in sampled]
 
-    def _picked(self, logits: Array, asked: list[Rows], runs: list[slice]) -> list["Handle | Exception | None"]:
+    def _picked(self, logits: Array, asked: list[Rows], runs: Sequence[slice]) -> list["Handle | Exception | None"]:
         """Choose tokens of rows that the host must read (penalties, guides); None if nothing is to be chosen."""
         count = sum(rows.sampler is not None for rows in asked)
         chosen: list[Handle | Exception | None] = [None] * len(asked)
@@ -105,7 +127,7 @@ class RowRunner:
                 chosen[i] = error
         return chosen
 
-    def _filled(self, logits: Array, asked: list[Rows], runs: list[slice]) -> list[tuple["Handle", ...] | None]:
+    def _filled(self, logits: Array, asked: list[Rows], runs: Sequence[slice]) -> list[tuple["Handle", ...] | None]:
         """Find what the masks of several windows predict in one call, over the rows from the first mask to the last.
 
         None for a sequence without masks, and for all where there is one window, or where a row is not finite.
@@ -203,6 +225,10 @@ class RowRunner:
         return self._state
 
 
+def _rows_of(asked: Rows | Stretch) -> Rows:
+    return asked.rows() if isinstance(asked, Stretch) else asked
+
+
 def _kind(rows: Rows) -> int:
     """Rank a sequence's rows in a joined step: rows whose tokens are sampled in one call come first."""
     return NOT_CHOSEN if rows.sampler is None else PICKED if rows.sampler.penalizes else SAMPLED
@@ -249,8 +275,8 @@ class LogitRows:
         return self.end - self.first
 
     def __getitem__(self, rows: slice) -> "LogitRows":
-        at = _rows_in(rows, slice(self.first, self.end))
-        return LogitRows(self.logits, at.start, at.stop)
+        first, end, _ = rows.indices(self.end - self.first)
+        return LogitRows(self.logits, self.first + first, self.first + end)
 
     def cut(self) -> Array:
         """Return the rows as the backend's array."""
@@ -268,6 +294,7 @@ class StepResults:
 
     def __init__(self, ops: Ops, *arrays: Array, host: tuple[np.ndarray, ...] | None = None):
         self.ops, self.arrays, self._host = ops, arrays, host
+        self._tokens: list[int] | None = None
 
     def read(self, number: int, rows: slice) -> np.ndarray:
         """Return rows of array `number` on the host."""
@@ -277,6 +304,15 @@ class StepResults:
             except NotFiniteError:  # in any row
                 return self.ops.read(self.arrays[number][rows])
         return self._host[number][rows]
+
+    def token(self, rows: slice) -> int:
+        """Return the first of `rows` of tokens."""
+        if self._tokens is None:
+            first = self.read(0, rows)
+            if self._host is None:
+                return int(first[0])
+            self._tokens = self._host[0].tolist()
+        return self._tokens[rows.start]
 
 
 class Handle:
@@ -307,6 +343,13 @@ def read(ops: Ops, of: Sequence[Any]) -> tuple[np.ndarray, ...]:
     return tuple([_on_host(ops, x) for x in of])
 
 
+def token_of(ops: Ops, handle: Any) -> int:
+    """Bring the one token of a Handle or of an array of the backend to the host."""
+    if type(handle) is Handle:
+        return handle.results.token(handle.rows)
+    return int(ops.read(handle)[0])
+
+
 def array_of(logits: Any) -> Array:
     """Return the backend's array of LogitRows, or of logits that are one already."""
     return logits.cut() if type(logits) is LogitRows else logits
@@ -318,24 +361,23 @@ def _by_itself(step: Step) -> Step:
     return replace(step, tokens=tokens.results.arrays[tokens.number][tokens.rows])
 
 
-def tokens_of(ops: Ops, steps: Sequence[Step]) -> Any:
-    """Join the tokens of `steps`.
+def tokens_of(ops: Ops, of: Sequence[Any]) -> Any:
+    """Join the tokens of each of several sequences.
 
     If they are all tokens that one joined step chose, in its order, the result is its array on the device: the next
     step can then be launched before the host knows its tokens. Else the tokens are copied to the host.
     """
-    first = steps[0].tokens
+    first = of[0]
     if type(first) is Handle:
         results, at = first.results, 0
-        for step in steps:
-            tokens = step.tokens
+        for tokens in of:
             if type(tokens) is not Handle or tokens.results is not results or tokens.rows.start != at:
                 break
             at = tokens.rows.stop
         else:
             if at == len(results.arrays[0]):
                 return results.arrays[0]
-    return np.concatenate([_on_host(ops, step.tokens) for step in steps])
+    return np.concatenate([_on_host(ops, tokens) for tokens in of])
 
 
 def _on_host(ops: Ops, x: Any) -> np.ndarray:

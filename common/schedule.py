@@ -113,7 +113,7 @@ class Schedule:
         """
         if self.batches > 1 and len(decoders) > 1:
             decoders = self._next_batch(decoders)
-        if len(decoders) < 2 or (self.joins and sum(item.rows for item in decoders) <= self.most_rows):
+        if len(decoders) < 2 or (self.joins and sum([item.rows for item in decoders]) <= self.most_rows):
             for item in decoders:
                 item.waited = 0
             return sorted(decoders, key=lambda item: item.arrival)

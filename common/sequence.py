@@ -12,7 +12,7 @@ import numpy as np
 from common.checks import check_fits, check_tokens, default_spec, default_window, speculation_of
 from common.decode.plain import target_of
 from common.decode.registry import check, decode
-from common.decode.requests import Choose, Draft, Emit, Read, Request, Rows
+from common.decode.requests import ASKS_ROWS, Choose, Draft, Emit, Read, Request, Rows, Stretch
 from common.decode.run import DecoderRun
 from common.decode.tuner import TunerShare
 from common.decode.wedlm import most_unread
@@ -23,7 +23,7 @@ from common.ops import Array
 from common.options import GenerationOptions
 from common.pieces import Logprob, Piece, Stats
 from common.reading import Reading, Span
-from common.row_runner import array_of, read
+from common.row_runner import array_of, read, token_of
 from common.sampling import Sampler
 from common.slot import Prefixes, Slot
 from common.step import MAX_DECODE_ROWS, State, Step
@@ -77,7 +77,7 @@ RESERVED = 1024  # tokens of a reply for which memory is granted at a time
 class Sequence:
     """A prompt and the reply to it. Making one checks the call: UsageError, BimetalError.
 
-    request  the decoder's current request, Rows or a Draft; None while the prompt is read
+    request  the decoder's current request, Rows, a Draft or a Stretch; None while the prompt is read
     run      the input of the decoder; None while the prompt is read
     cached   tokens of the prompt that were not read, because a slot or the prefix cache held their state
     matched  tokens of the prompt with which an earlier text begins; of some, no state was kept
@@ -112,7 +112,7 @@ class Sequence:
         self.priority, self.arrival, self.waited, self.skips = call.options.priority, 0, 0, 0
         self.slot: Slot | None = None
         self.decoder: Generator[Request, Any, None] | None = None
-        self.request: Rows | Draft | None = None
+        self.request: Rows | Draft | Stretch | None = None
         self.tuner: TunerShare | None = None
         self.run: DecoderRun | None = None
         self.parts: Generator[None, None, Array] | None = None
@@ -161,7 +161,8 @@ class Sequence:
     @property
     def rows(self) -> int:
         """Rows of its next step, while it decodes."""
-        return len(self.request.step) if type(self.request) is Rows else 1
+        request = self.request
+        return len(request.step) if type(request) is Rows else 1
 
     # -- the prompt --------------------------------------------------------------------------------------------------
 
@@ -275,10 +276,10 @@ class Sequence:
         self.decoder = decode(self.run)
 
     @property
-    def asked_rows(self) -> tuple[State, Rows]:
+    def asked_rows(self) -> tuple[State, Rows | Stretch]:
         """Return (the state, the decoder's request for rows)."""
         assert self.slot
-        assert type(self.request) is Rows
+        assert isinstance(self.request, ASKS_ROWS)
         return self.slot.state, self.request
 
     @property
@@ -293,8 +294,17 @@ class Sequence:
 
         Returns False at the end of the reply.
         """
-        decoder, ops = self.decoder, self.target.model.ops
+        decoder, ops, stretch = self.decoder, self.target.model.ops, self.request
         assert decoder is not None
+        if type(stretch) is Stretch:
+            token = token_of(ops, stretch.token)
+            stretch.note(token)
+            if not self.take(token, stretch.row):
+                return False
+            if stretch.goes_on(answer):
+                self.opened = self.opened or self.new
+                return True
+            answer = None
         while True:
             try:
                 request = decoder.send(answer)
@@ -309,7 +319,7 @@ class Sequence:
             elif type(request) is Choose:
                 answer = ops.sample(array_of(request.logits), request.sampler)
             else:
-                assert type(request) is Rows or type(request) is Draft
+                assert type(request) is Draft or isinstance(request, ASKS_ROWS)
                 self.request = request
                 self.opened = self.opened or self.new
                 return True
@@ -336,7 +346,7 @@ class Sequence:
             pending.logprobs.append(self._logprob(token, row))
         known = token < tokenizer.vocab_size  # a padded vocabulary ends in ids without text
         pending.text = self.text.push(self.detokenizer.push(token) if known else "")
-        if self.text.stopped:
+        if self.text.stopped_by is not None:
             self.reason = "stop"
             return False
         if self.new == self.options.max_tokens:

@@ -31,6 +31,11 @@ def chain_parents(T: int) -> np.ndarray:
     return parents
 
 
+def _of_slot(T: int, slot: int) -> np.ndarray:
+    """Return `slots` of T rows of one sequence."""
+    return _FIRST_SLOT[:T] if slot == 0 and T <= MAX_DECODE_ROWS else np.full(T, slot, np.int32)
+
+
 @dataclass(eq=False)  # a frozen one takes three times as long to make, and each reply makes one per token
 class Step:
     """T new rows.
@@ -55,28 +60,30 @@ class Step:
         T = len(tokens)
         positions = np.arange(start, start + T, dtype=np.int32)
         if T > MAX_DECODE_ROWS:
-            return cls(tokens, positions, np.arange(PAST, T - 1, dtype=np.int32), np.full(T, slot, np.int32))
+            return cls(tokens, positions, np.arange(PAST, T - 1, dtype=np.int32), _of_slot(T, slot))
         # of few rows, whose steps may take less than the host's work for them
-        return cls(tokens, positions, chain_parents(T), _FIRST_SLOT[:T] if slot == 0 else np.full(T, slot, np.int32))
+        return cls(tokens, positions, chain_parents(T), _of_slot(T, slot))
 
     @classmethod
     def tree(cls, tokens: Any, parents: Sequence[int] | np.ndarray, start: int, slot: int = 0) -> "Step":
         """Make a step of the rows of a token tree; a row's position is `start` plus its depth."""
-        parents = np.asarray(parents, np.int32)
-        T, depth = len(parents), list[int]()
-        for row, parent in enumerate(parents.tolist()):
+        rows = parents.tolist() if isinstance(parents, np.ndarray) else list(parents)
+        T, positions = len(rows), list[int]()
+        for row, parent in enumerate(rows):
             if not PAST <= parent < row:
                 break
-            depth.append(0 if parent == PAST else depth[parent] + 1)
-        if not len(tokens) == T == len(depth):
+            positions.append(start if parent == PAST else positions[parent] + 1)
+        if not len(tokens) == T == len(positions):
             raise ValueError(f"parents must list, for each of {len(tokens)} rows, PAST or an earlier row: {parents}")
-        return cls(tokens, start + np.array(depth, np.int32), parents, np.full(T, slot, np.int32))
+        if T <= MAX_DECODE_ROWS and rows == list(range(PAST, T - 1)):
+            return cls.chain(tokens, start, slot)
+        return cls(tokens, np.array(positions, np.int32), np.array(rows, np.int32), _of_slot(T, slot))
 
     @classmethod
     def block(cls, tokens: Any, start: int, slot: int = 0) -> "Step":
         """Make a step of rows that all see each other, at consecutive positions."""
         T = len(tokens)
-        return cls(tokens, np.arange(start, start + T, dtype=np.int32), None, np.full(T, slot, np.int32))
+        return cls(tokens, np.arange(start, start + T, dtype=np.int32), None, _of_slot(T, slot))
 
     def __len__(self) -> int:
         return len(self.positions)

@@ -79,6 +79,7 @@ class Tokenizer:
         self._backend = backend
         self._lock = Lock()  # parse_special is a setting of the backend, not an argument
         self._added = {id: token.content.encode() for id, token in added.items()}
+        self._whole: dict[int, str | None] = {}  # results of `whole_text`
         self._special = frozenset(id for id, token in added.items() if token.special)
         self._byte_level = "ByteLevel" in decoder
         self._strips_space = not self._byte_level and _removes_first_space(json.loads(decoder))
@@ -239,6 +240,15 @@ class Tokenizer:
             return bytes(_BYTES[char] for char in token)
         return token.encode()
 
+    def whole_text(self, id: int) -> str | None:
+        """The text of a token of whole characters, found once; None for one that holds a part of a character."""
+        if id not in self._whole:
+            try:
+                self._whole[id] = self.token_bytes(id).decode()
+            except UnicodeDecodeError:
+                self._whole[id] = None
+        return self._whole[id]
+
     def decode(self, ids: Iterable[int] | int, skip_special_tokens: bool = False) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD. `skip_special_tokens` leaves control tokens out."""
         decoder = self.decoder(skip_special_tokens)
@@ -289,12 +299,17 @@ class Decoder:
         self._skip = tokenizer._special if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = tokenizer._strips_space
+        self._in_character = False  # whether bytes of an unfinished one are held
 
     def push(self, id: int) -> str:
         """The whole characters that `id` completes; "" while a character is unfinished."""
         if id in self._skip:
             return ""
-        return self._strip(self._utf8.decode(self._tokenizer.token_bytes(id)))
+        text = None if self._in_character else self._tokenizer.whole_text(id)
+        if text is None:
+            text = self._utf8.decode(self._tokenizer.token_bytes(id))
+            self._in_character = bool(self._utf8.getstate()[0])
+        return self._strip(text) if self._at_start else text
 
     def flush(self) -> str:
         """Ends the sequence: U+FFFD if a character stayed unfinished, else ""."""

@@ -97,7 +97,7 @@ class MultiGpuPool:
         free = [tokens for pool in self.pools.values() if (tokens := pool.free_tokens) is not None]
         return min(free, default=None)
 
-    def runs(self, step: Step) -> list[Run]:
+    def runs(self, step: Step) -> Sequence[Run]:
         """The rows of each sequence of a step, whose `slots` are the pool's."""
         return self.first.runs(step)
 

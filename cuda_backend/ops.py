@@ -269,13 +269,17 @@ class CudaOps(Ops):
 
     def read_all(self, *xs: Any) -> tuple[np.ndarray, ...]:
         """Read the arrays of a `top_k` or an `argmax_entropy`, which lie one after the other, in one copy."""
+        arrival = getattr(xs[0], "arrival", None)
+        if len(xs) == 1 and arrival is not None and arrival.numbers.size == xs[0].size:  # chosen tokens
+            return (_tokens(arrival.read()),)
         at = [getattr(x, "address", 0) for x in xs]
         if not all(at) or any(a + 4 * x.size != b for a, b, x in zip(at, at[1:], xs, strict=False)):
             return super().read_all(*xs)
         ends = list(itertools.accumulate(x.size for x in xs))
-        arrival = xs[0].arrival
-        is_coming = arrival is not None and arrival.numbers.size == ends[-1]
-        flat = arrival.read() if is_coming else self.context.to_host.read(at[0], ends[-1])
+        if arrival is not None and arrival.numbers.size == ends[-1]:
+            flat = arrival.read()
+        else:
+            flat = self.context.to_host.read(at[0], ends[-1])
         read = [flat[end - x.size : end].view(x.dtype).reshape(x.shape) for x, end in zip(xs, ends, strict=True)]
         return tuple([_tokens(x) if x.dtype == np.int32 else x for x in read])
 

@@ -27,7 +27,6 @@ from cuda_backend.tree_order import depth_first, lines
 
 Table = MutableMapping[Shape, Program | None]  # captured steps of a function; None: it has run once
 
-NO_PATH = np.empty(0, np.int32)
 BUCKETS = (1, 8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 136)
 
 LONG_PAST = 4096  # committed tokens from which attention takes larger blocks of rows: docs/experiments/attention.md
@@ -55,7 +54,7 @@ class RunInput(NamedTuple):
     past: int
     source: int = 0
     target: int = 0
-    path: np.ndarray = NO_PATH
+    path: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -112,6 +111,19 @@ def _chain(nbytes: int, T: int) -> bytes:
     return bytes(SEEN) + chain_sees(T, False).ljust(nbytes - SEEN, b"\0")
 
 
+@cache
+def _single_rows(nbytes: int, T: int) -> bytes:
+    """Return the memory of an Inputs that holds a row of each of T sequences, of which the rest is zero."""
+    before = bytes(SEEN) + T * chain_sees(1, False)
+    return (before.ljust(RUN_OF, b"\0") + bytes(range(T))).ljust(nbytes, b"\0")
+
+
+@cache
+def _runs(count: int) -> struct.Struct:
+    """Return the struct of `count` runs one after another."""
+    return struct.Struct(count * RUN.format)
+
+
 class Inputs:
     """Device memory at a fixed address, from which kernels and captured graphs read a step of at most `rows` rows.
 
@@ -143,27 +155,32 @@ class Inputs:
     def upload(self, step: Step, kept: int, runs: Sequence[RunInput]) -> None:
         """Put a step together in host memory, and queue its copy to the device on the stream.
 
-        A chain of one sequence, the most frequent step, begins as a copy of `_chain`, in which all but the head, the
-        path, the run, positions and tokens are as they must be. Other steps begin as zeros.
+        A chain of one sequence and one row of each of several, the most frequent steps, begin as copies in which all
+        but the head, the path, the runs, positions and tokens are as they must be. Other steps begin as zeros.
 
         kept  the store that holds the rows of paths
         """
         T = len(step)
         is_one_chain = T <= MAX_DECODE_ROWS and len(runs) == 1 and step.parents is chain_parents(T)
+        has_begun = is_one_chain or 1 < T == len(runs)
         # bytes and struct, since the device waits for this: NumPy's records take twice as long
-        host = bytearray(_chain(self.memory.nbytes, T) if is_one_chain else self.memory.nbytes)
+        if has_begun:
+            host = bytearray((_chain if is_one_chain else _single_rows)(self.memory.nbytes, T))
+        else:
+            host = bytearray(self.memory.nbytes)
 
         def put(at: int, data: bytes) -> None:
             host[at : at + len(data)] = data
 
         kind = 1 if T > MAX_DECODE_ROWS else 2 if step.parents is None else 0
-        applied, paths, sees, run_of = 0, [], [], []  # `applied`: rows of all paths so far
+        all_parents = None if step.parents is None or has_begun or T > MAX_DECODE_ROWS else step.parents.tolist()
+        paths, fields, sees, run_of = list[int](), list[int](), list[bytes](), list[int]()
         HEAD.pack_into(host, 0, T, len(runs), kept)
         for number, ((slot, first, rows), past, source, target, path) in enumerate(runs):
             branches = 0
-            if T <= MAX_DECODE_ROWS and not is_one_chain:
+            if T <= MAX_DECODE_ROWS and not has_begun:
                 # a row by itself continues the past, so that nothing needs to be read of its parents
-                parents = None if step.parents is None or rows == 1 else step.parents[first : first + rows].tolist()
+                parents = None if all_parents is None or rows == 1 else all_parents[first : first + rows]
                 if parents is not None and first:
                     parents = [parent if parent == PAST else parent - first for parent in parents]
                 is_chain = parents is None or parents == list(range(PAST, rows - 1))
@@ -175,14 +192,12 @@ class Inputs:
                     put(LINE + 4 * first, bytes(chain.from_iterable(lines(order, after))))
                     put(MOVES + first, bytes(moves))
                     put(PARENTS + first, bytes(i % 256 for i in after))
-            fields = slot, first, rows, past, source, target, applied, len(path), kind, branches
-            RUN.pack_into(host, RUNS + number * RUN.size, *fields)
-            if len(path):
-                paths.append(path.tobytes())
-                applied += len(path)
+            fields += slot, first, rows, past, source, target, len(paths), len(path), kind, branches
+            paths += path
+        _runs(len(runs)).pack_into(host, RUNS, *fields)
         if paths:
-            put(PATH, b"".join(paths))
-        if not is_one_chain:
+            struct.pack_into(f"{len(paths)}i", host, PATH, *paths)
+        if not has_begun:
             put(SEEN, b"".join(sees))
             put(RUN_OF, bytes(run_of))
         put(END, np.asarray(step.positions, np.int32).tobytes())
@@ -350,8 +365,9 @@ def bucket(T: int) -> int:
 
 def shape_of(pool: Any, step: Step, runs: Sequence[Run]) -> Shape:
     T = bucket(len(step))
-    pasts = [pool.lengths[run.slot] for run in runs]
-    return Shape(T, min(pool.slots, T), one_row_each(step, runs), long_past(step, pasts))
+    if one_row_each(step, runs):
+        return Shape(T, min(pool.slots, T), True)
+    return Shape(T, min(pool.slots, T), False, long_past(step, [pool.lengths[run.slot] for run in runs]))
 
 
 def one_row_each(step: Step, runs: Sequence[Run]) -> bool:

@@ -3,8 +3,12 @@
 Needs neither CuPy nor a GPU.
 """
 
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS, Step
@@ -20,9 +24,16 @@ class Run(NamedTuple):
     rows: int
 
 
-def runs_of(step: Step) -> list[Run]:
+def runs_of(step: Step) -> Sequence[Run]:
     """Return the runs; raises BimetalError if a sequence's rows are not adjacent, or a prompt's step has other rows."""
-    slots, T = step.slots.tolist(), len(step)
+    return _runs(step.slots.astype(np.int32, copy=False).tobytes())
+
+
+@lru_cache(64)  # replies stay in their slots from one step to the next
+def _runs(of_rows: bytes) -> Sequence[Run]:
+    """Return the runs of rows whose slots are the int32 numbers `of_rows`."""
+    slots = np.frombuffer(of_rows, np.int32).tolist()
+    T = len(slots)
     if slots and slots.count(slots[0]) == T:
         return [Run(slots[0], 0, T)]
     starts = [first for first in range(T) if not first or slots[first] != slots[first - 1]]

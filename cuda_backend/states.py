@@ -114,12 +114,12 @@ class CudaPool:
         self.pages.reclaim()
         return len(self.pages.free) * PAGE
 
-    def runs(self, step: Step) -> list[Run]:
+    def runs(self, step: Step) -> Sequence[Run]:
         """The rows of each sequence of a step, whose `slots` are the pool's."""
-        runs = runs_of(step)
-        for run in runs:
-            if not 0 <= run.slot < self.slots or run.slot in self.vacant:
-                raise BimetalError(f"a step has rows of slot {run.slot}, which no sequence of the pool has")
+        runs, vacant = runs_of(step), self.vacant
+        for slot, _, _ in runs:
+            if not 0 <= slot < self.slots or slot in vacant:
+                raise BimetalError(f"a step has rows of slot {slot}, which no sequence of the pool has")
         return runs
 
     def note_step(self, step: Step) -> None:
@@ -165,9 +165,6 @@ class OfSlot(NamedTuple):
 
     store: Any
     slot: int
-
-    def commit(self, path: np.ndarray) -> None:
-        self.store.commit(self.slot, path)
 
     def snapshot(self) -> Any:
         return self.store.snapshot(self.slot)
@@ -232,6 +229,14 @@ class CudaState(State):
 
     def _all(self) -> list[Any]:
         return self._parts
+
+    def commit(self, path: Sequence[int] | np.ndarray) -> None:
+        kept = path.tolist() if isinstance(path, np.ndarray) else list(path)  # numbers, which take less than arrays
+        pool, slot = self.pool, self.slot
+        for store in pool.stores:
+            store.commit(slot, kept)
+        self._note_long(len(kept))
+        pool.set_length(slot, pool.lengths[slot] + len(kept))
 
     @property
     def saving(self) -> tuple[int, int | None]:

@@ -20,19 +20,20 @@ def depth_first(parents: Sequence[int]) -> tuple[list[int], list[int], list[int]
     Leaves come first. The child whose rows need the most saved matrices comes last, when its parent's is no longer
     needed: `most_saved` are enough.
     """
-    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # of PAST, of row 0, ...
-    for row, parent in enumerate(parents):
-        children[parent + 1].append(row)
-    inner: list[list[int]] = [[]] * len(children)  # those that have children
-    saved, needs = [0] * len(children), [0] * len(children)
-    for node in reversed(range(len(children))):
-        rows = [row for row in children[node] if children[row + 1]]
-        if not rows:
-            continue
-        if len(rows) > 1:
-            rows.sort(key=lambda row: needs[row + 1])
-            saved[node] = needs[rows[-2] + 1] + 1
-        needs[node], inner[node] = max(saved[node], needs[rows[-1] + 1]), rows
+    count = len(parents)
+    inner: list[list[int]] = [[] for _ in range(count + 1)]  # children of PAST, of row 0, ... that have children
+    leaves: list[list[int]] = [[] for _ in range(count + 1)]  # and those that have none, the last one first
+    saved, needs = [0] * (count + 1), [0] * (count + 1)
+    for node in range(count, -1, -1):
+        rows = inner[node]
+        if rows:
+            rows.reverse()
+            if len(rows) > 1:
+                rows.sort(key=lambda row: needs[row + 1])
+                saved[node] = needs[rows[-2] + 1] + 1
+            needs[node] = max(saved[node], needs[rows[-1] + 1])
+        if node:
+            (inner if rows or leaves[node] else leaves)[parents[node - 1] + 1].append(node - 1)
     moves_of = [number and number | SAVES for number in saved]  # of a node's next child that is no leaf
     order: list[int] = []
     moves: list[int] = []
@@ -40,11 +41,10 @@ def depth_first(parents: Sequence[int]) -> tuple[list[int], list[int], list[int]
     left: list[tuple[int, int]] = []
     row = at = PAST
     while True:
-        for child in children[row + 1]:
-            if not children[child + 1]:
-                order.append(child)
-                moves.append(LEAF)
-                after.append(at)
+        found = leaves[row + 1]
+        order += reversed(found)
+        moves += [LEAF] * len(found)
+        after += [at] * len(found)
         left += [(child, at) for child in reversed(inner[row + 1])]
         if not left:
             return order, moves, after

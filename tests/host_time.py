@@ -1,9 +1,10 @@
 """Microseconds of Python per step of several replies, over a model whose steps cost nothing.
 
 python tests/host_time.py [STREAMS] [--cuda [SHAPE:RECIPE]] [--spec KIND] [--budget N] [--temperature T] [--steps N]
-    [--profile]
+    [--text] [--profile]
 
 --cuda  counts the CUDA backend's Python too, of a step that is replayed; what CuPy and the driver take comes on top
+--text  gives tokens the text that the demo model's tokenizer has for them
 --spec  lookup; with --cuda also chain, tree and wedlm, whose steps then give 3 tokens
 """
 
@@ -19,6 +20,8 @@ from typing import Any
 import free_cuda
 import numpy as np
 
+from common.checkpoint import open_checkpoint
+from common.demo import demo_path
 from common.engine import Engine
 from common.models import Model
 from common.models.llama import WEDLM_MASK
@@ -26,10 +29,12 @@ from common.options import GenerationOptions
 from common.reference import NumpyOps
 from common.sequence import Call
 from common.step import State
+from common.tokenizer import Tokenizer, load_tokenizer
 from generate.bench_options import SyntheticBench
 from generate.bench_streams import EveryToken
 
 VOCAB, PROMPT, WARM, REPEATS, CONTEXT = 64, 8, 50, 5, 32768
+EVERY_TOKEN = EveryToken()
 WINDOW = {"wedlm_window": 16, "wedlm_tau": 0.05, "wedlm_lambda": 0.02}
 
 
@@ -86,9 +91,16 @@ def cuda_model(shape: str, spec: str) -> Model:
     return replace(model, config=replace(model.config, mask_id=WEDLM_MASK)) if spec == "wedlm" else model
 
 
-def begun(model: Model, streams: int, options: GenerationOptions) -> Engine:
+def demo_tokenizer() -> Tokenizer:
+    """The demo model's tokenizer, of which no token ends a reply."""
+    checkpoint = open_checkpoint(demo_path())
+    tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+    tokenizer.end_ids = frozenset()
+    return tokenizer
+
+
+def begun(model: Model, streams: int, options: GenerationOptions, tokenizer: Any = EVERY_TOKEN) -> Engine:
     """An engine in which `streams` replies have begun, after steps in which a backend captures."""
-    tokenizer: Any = EveryToken()
     engine = Engine(model, tokenizer, CONTEXT, streams)
     failed: list[BaseException | None] = []
     for n in range(streams):
@@ -121,6 +133,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int)
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--text", action="store_true")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     model = cuda_model(args.cuda, args.spec) if args.cuda else free_model()
@@ -129,12 +142,14 @@ def main() -> None:
         WINDOW if args.spec == "wedlm" else budget
     )
     options = GenerationOptions(**how)
-    seconds, idle, tokens = min(turns(begun(model, args.streams, options), args.steps) for _ in range(REPEATS))
+    tokenizer: Any = demo_tokenizer() if args.text else EVERY_TOKEN
+    engines = (begun(model, args.streams, options, tokenizer) for _ in range(REPEATS))
+    seconds, idle, tokens = min(turns(engine, args.steps) for engine in engines)
     print(f"{args.streams} streams: {1e6 * seconds:.0f} us per step of {tokens:.1f} tokens")
     if args.cuda:
         print(f"{1e6 * idle:.0f} us of them between the end of a step and the launch of the next one")
     if args.profile:
-        engine, profile = begun(model, args.streams, options), cProfile.Profile()
+        engine, profile = begun(model, args.streams, options, tokenizer), cProfile.Profile()
         free_cuda.calls.clear()
         profile.enable()
         turns(engine, args.steps)

@@ -17,7 +17,7 @@ from common import sequence
 from common.decode.requests import Computed
 from common.demo import demo_path
 from common.engine import Engine
-from common.errors import BimetalError, NoRoomError
+from common.errors import BimetalError, NoRoomError, NotFiniteError
 from common.kv_cache import CacheOptions
 from common.models import PARTS, load_model
 from common.models.drafts import load_pair
@@ -25,6 +25,8 @@ from common.models.window import bounded
 from common.options import GenerationOptions
 from common.prefix_cache import PrefixCache
 from common.reference import NumpyOps
+from common.row_runner import RowRunner
+from common.sampling import NOT_A_TOKEN
 from common.schedule import VERIFY_ROWS, BusyError
 from common.sequence import Call, Sequence
 from common.slot import Slot
@@ -902,8 +904,16 @@ class PooledOps(NumpyOps):
         state.check_room(len(step))
         state.steps.append(step.slots.tolist())
         state.all_steps.append({*step.slots.tolist()})
-        parts = [fn(state.states[step.slots[at.start]], part) for at, part in zip(step.runs, step.parts, strict=True)]
-        return np.concatenate(parts)
+        parts = step.parts or [Step.chain((0,), int(step.positions[at.start])) for at in step.runs]
+        own = [replace(part, tokens=step.tokens[at]) for at, part in zip(step.runs, parts, strict=True)]
+        states = [state.states[step.slots[at.start]] for at in step.runs]
+        return np.concatenate([fn(each, part) for each, part in zip(states, own, strict=True)])
+
+
+class AheadOps(PooledOps):
+    """Ops over a pool that choose all tokens but those with penalties, and launch a row before its token is read."""
+
+    runs_ahead = draws = True
 
 
 class SlotsOf:
@@ -1127,6 +1137,56 @@ def check_arrivals(engine, alike, asked, random, cancels=None, chance=0.3, same=
         assert (reply.tokens, reply.logprobs) == (expected.tokens, expected.logprobs)
         assert at in cancels or same(alike, reply.state, expected.state)
     return replies
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("ops", [AheadOps, PooledOps])
+@pytest.mark.few(4)
+def test_stretches_beside_drafts_penalties_and_cancellations(ops, seed, tmp_path, monkeypatch):
+    """Replies that ask for a stretch of tokens at once share steps with others, and end within a stretch; texts, log-
+    probabilities and states are those of a backend that reads each token before the next step.
+    """
+    pair, _ = models("draft", "qwen35", ops(), tmp_path)
+    alike, _ = models("draft", "qwen35", NumpyOps(), tmp_path)
+    random, shared, joined = np.random.default_rng(seed), list[int](), RowRunner._stretched
+    monkeypatch.setattr(
+        RowRunner, "_stretched", lambda rows, states, asked: (shared.append(len(asked)), joined(rows, states, asked))[1]
+    )
+    ways = [{"spec": "off"} | how for how in PLAIN] + [{"spec": "lookup"}, {"spec": "tree"}, {"spec": "off"}]
+    asked = [
+        (prompt, {"max_tokens": int(random.integers(1, 60)), "logprobs": 1} | ways[int(random.integers(len(ways)))])
+        for prompt in prompts_of("qwen35", 14, random)
+    ]
+    asked[3] = asked[3][0], {"max_tokens": 40, "spec": "off"}
+    engine = without_clock(Engine(pair, Ids(), CONTEXT, parallel=4))
+    check_arrivals(engine, alike, asked, random, cancels={3: 9})
+    assert bool(shared) == (ops is AheadOps)
+
+
+def test_a_row_that_is_not_finite_ends_its_reply_within_a_stretch():
+    """The step that follows it has been launched; the replies beside it go on."""
+    model = tiny.load("llama", AheadOps())
+    expected = alone(tiny.load("llama", NumpyOps()), [5, 6, 7], max_tokens=40).tokens
+    engine = without_clock(Engine(model, Ids(), CONTEXT, parallel=2))
+    good, bad = submit(engine, [5, 6, 7], max_tokens=40), submit(engine, [8, 9], max_tokens=40)
+    sample = model.ops.sample
+
+    def broken(logits, sampler):
+        tokens = sample(logits, sampler)
+        if len(tokens) == 2 and bad.sequence.new == 10:
+            tokens[1] = NOT_A_TOKEN
+        return tokens
+
+    def read_all(*xs):
+        if any(np.any(np.asarray(x) == NOT_A_TOKEN) for x in xs):
+            raise NotFiniteError("a row holds NaN")
+        return xs
+
+    model.ops.sample, model.ops.read_all, model.ops.read = broken, read_all, lambda x: read_all(x)[0]
+    engine.drain()
+    assert "a row holds NaN" in str(bad.error)
+    assert bad.sequence.new == 11  # those before the row, of which the last was in flight beside it
+    assert (good.tokens, good.error) == (expected, None)
 
 
 def test_sequences_of_a_pool_begin_when_their_tokens_fit():

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("flags", ["", "--cuda", "--cuda --temperature 0.8", "--cuda --spec wedlm"])
+@pytest.mark.parametrize("flags", ["", "--cuda", "--cuda --temperature 0.8", "--cuda --text", "--cuda --spec wedlm"])
 @pytest.mark.few(1)
 def test_it_prints_microseconds_per_step(flags):
     """CuPy's place is taken by what launches nothing, so neither CuPy nor a GPU is needed."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from common.decode.plain import target_of
 from common.decode.registry import decode
-from common.decode.requests import EVERY, Choose, Computed, Draft, Emit, Read, Rows
+from common.decode.requests import EVERY, Choose, Computed, Draft, Emit, Read, Rows, Stretch
 from common.decode.run import DecoderRun
 from common.models import Model
 from common.models.pair import Pair
@@ -25,6 +25,9 @@ def run_alone(run: DecoderRun) -> Generator[tuple[int, Array], None, None]:
             if type(request) is Emit:
                 yield request
                 answer = None
+            elif type(request) is Stretch:
+                yield from _tokens(run, request)
+                answer = None
             else:
                 answer = answered(run.model, run.state, request)
     except StopIteration:
@@ -33,8 +36,19 @@ def run_alone(run: DecoderRun) -> Generator[tuple[int, Array], None, None]:
         decoder.close()
 
 
+def _tokens(run: DecoderRun, stretch: Stretch) -> Generator[Emit, None, None]:
+    """Yield the tokens of a stretch."""
+    while True:
+        done = answered(run.model, run.state, stretch.rows())
+        token = int(run.model.ops.read(stretch.token)[0])
+        stretch.note(token)
+        yield Emit(token, stretch.row)
+        if not stretch.goes_on(done):
+            return
+
+
 def answered(model: Model, state: State, request: Any) -> Any:
-    """Answer a request of a decoder other than an Emit."""
+    """Answer a request of a decoder other than an Emit or a Stretch."""
     ops, kind = model.ops, type(request)
     if kind is Read:
         return ops.read_all(*request.of)

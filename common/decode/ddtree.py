@@ -12,24 +12,23 @@ class Tree:
     """Drafted continuations of one known token, the root: node i is row i of the step, after its parent.
 
     tokens, parents  per node; the root's parent is PAST
-    children         per node, from token to node
+    nodes            by parent and token
     """
 
     def __init__(self, root: int):
         self.tokens, self.parents = [root], [PAST]
-        self.children: list[dict[int, int]] = [{}]
+        self.nodes: dict[tuple[int, int], int] = {}
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def add(self, parent: int, token: int) -> int:
         """Return the node for `token` after node `parent`; a node is added if there is none."""
-        tokens = self.tokens
-        node = self.children[parent].setdefault(token, len(tokens))
-        if node == len(tokens):
-            tokens.append(token)
+        count = len(self.tokens)
+        node = self.nodes.setdefault((parent, token), count)
+        if node == count:
+            self.tokens.append(token)
             self.parents.append(parent)
-            self.children.append({})
         return node
 
     def add_chain(self, tokens: Sequence[int]) -> None:
@@ -42,7 +41,7 @@ class Tree:
 def best_chain(ids: np.ndarray, after: np.ndarray | None = None) -> list[int]:
     """Return the likeliest first token, the likeliest token after it, and so on; `ids` and `after` as for `grow`."""
     if after is None:
-        return [int(token) for token in ids[:, 0]]
+        return ids[:, 0].tolist()
     chain, row = list[int](), 0
     for tokens, rows in zip(ids, after, strict=True):
         chain.append(int(tokens[row, 0]))
@@ -64,21 +63,25 @@ def grow(tree: Tree, ids: np.ndarray, logp: np.ndarray, budget: int, after: np.n
     """
     if after is None:
         ids, logp = ids[:, None], logp[:, None]
-        after = np.zeros(ids.shape, np.int32)
-    tokens, costs, rows = ids.tolist(), (-logp.astype(np.float64)).tolist(), after.tolist()
+    tokens, costs, rows = ids.tolist(), (-logp).tolist(), None if after is None else after.tolist()
     if not tokens:
         return
+    deepest, nodes, add, push, push_and_pop = len(tokens) - 1, tree.nodes, tree.add, heapq.heappush, heapq.heappushpop
     # -log of a prefix's probability, minus its depth (of equal ones the deepest comes first), its last token's rank,
     # its parent node, its last token's row
-    heap: list[tuple[float, int, int, int, int]] = [(costs[0][0][0], 0, 0, 0, 0)]
-    deepest, nodes, add, push = len(tokens) - 1, tree.tokens, tree.add, heapq.heappush  # the device waits for this
-    while heap and len(nodes) <= budget:
-        cost, above, rank, parent, row = heap[0]
+    best, heap, count = (costs[0][0][0], 0, 0, 0, 0), list[tuple[float, int, int, int, int]](), len(tree)
+    while count <= budget:  # the device waits for this
+        cost, above, rank, parent, row = best
         depth = -above
-        node, here, below = add(parent, tokens[depth][row][rank]), costs[depth][row], rows[depth][row][rank]
+        here, token, below = costs[depth][row], tokens[depth][row][rank], 0 if rows is None else rows[depth][row][rank]
+        node = nodes.get((parent, token))
+        if node is None:
+            node, count = add(parent, token), count + 1
         if rank + 1 < len(here):
-            heapq.heapreplace(heap, (cost - here[rank] + here[rank + 1], above, rank + 1, parent, row))
-        else:
-            heapq.heappop(heap)
+            push(heap, (cost - here[rank] + here[rank + 1], above, rank + 1, parent, row))
         if depth < deepest and below >= 0:
-            push(heap, (cost + costs[depth + 1][below][0], above - 1, 0, node, below))
+            best = push_and_pop(heap, (cost + costs[depth + 1][below][0], above - 1, 0, node, below))
+        elif heap:
+            best = heapq.heappop(heap)
+        else:
+            return

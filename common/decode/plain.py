@@ -5,15 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from common.decode.requests import Choose, Emit, Read, Request, Rows
+from common.decode.requests import THE_ROW, Choose, Emit, Read, Request, Rows, Stretch
 from common.decode.run import DecoderRun
 from common.models import Model
 from common.models.pair import Pair
 from common.ops import Array
 from common.step import Step
-
-THE_ROW = np.zeros(1, np.int64)  # the path of a step of one row
-THE_ROW.flags.writeable = False
 
 
 def decode(run: DecoderRun) -> Generator[Request, Any, None]:
@@ -42,7 +39,8 @@ def plain(
     """Emit a token per step until the state is full or the driver stops.
 
     If the backend runs ahead, and `run` may, the next step is requested before the host has read its token: the device
-    computes the step while the host reads and prints the token.
+    computes the step while the host reads and prints the token. Where `ask` need not be called, one request does that
+    for several tokens.
 
     logits  of the last prompt row. The state then holds all tokens but the newest, so a driver may stop after any
             token and go on later from it.
@@ -58,6 +56,10 @@ def plain(
         token = yield Choose(logits, sampler)
     left = 0 if ask is not None else run.state.capacity
     while True:
+        if left and runs_ahead and run.runs_ahead and state.length < state.capacity:
+            # the sampler counts no tokens: one that does is not the backend's to apply
+            yield (stretch := Stretch(run, token, logits, left, read))
+            token, logits, left = stretch.token, stretch.row, stretch.left
         ahead, asks, is_last = None, not left, False
         if left:
             left -= 1

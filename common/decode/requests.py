@@ -5,20 +5,23 @@
     answer = yield Draft(token, k, depth)     ask the draft model for the tokens after `token`
     (values,) = yield Read((handle,))         bring what was chosen, or logits, to the host
     yield Emit(token, row)                    hand over a token of the reply
+    yield stretch                             decode a token per step: Stretch
 
-The decoder commits to its state itself. Whoever drives a decoder may close it at an Emit, after which the state holds
-all tokens emitted so far but the newest (or fewer, in WeDLM's windows), and at a Rows or a Draft, which then is
-never run.
+The decoder commits to its state itself. Whoever drives a decoder may close it at an Emit or a Stretch, after which the
+state holds all tokens emitted so far but the newest (or fewer, in WeDLM's windows), and at a Rows or a Draft, which
+then is never run.
 """
 
 from typing import Any, NamedTuple
 
 from common.coupled import Coupling
+from common.decode.run import DecoderRun
 from common.ops import Array
 from common.sampling import Sampler
 from common.step import Step
 
 EVERY = slice(None)
+THE_ROW = (0,)  # the path of a step of one row
 
 
 class Rows(NamedTuple):
@@ -86,4 +89,39 @@ class Emit(NamedTuple):
     row: Array
 
 
-Request = Rows | Choose | Draft | Read | Emit
+class Stretch:
+    """Decode a token per step, in steps that are launched before the host reads the token before.
+
+    The driver runs `rows`, hands over the token that they follow, and calls `goes_on`, again and again: one request for
+    many steps, because a step may be as short as the host's work for it. The decoder goes on after the last one.
+
+    token  handle of the newest token
+    row    the logits row (1, vocab) that it was chosen from
+    left   tokens to be handed over
+    read   list to which their ids are appended
+    """
+
+    __slots__ = ("left", "read", "row", "run", "token")
+
+    def __init__(self, run: DecoderRun, token: Any, row: Array, left: int, read: list[int] | None = None):
+        self.run, self.token, self.row, self.left, self.read = run, token, row, left, read
+
+    def rows(self) -> Rows:
+        """Make a request for the row of the newest token."""
+        return Rows(Step.chain(self.token, self.run.state.length), self.run.sampler, target_only=True)
+
+    def note(self, token: int) -> None:
+        """Note the id of the newest token, which has been read."""
+        if self.read is not None:
+            self.read.append(token)
+
+    def goes_on(self, done: Computed) -> bool:
+        """Commit the newest token's row, which gave another token; return whether the stretch goes on with that one."""
+        run = self.run
+        run.state.commit(THE_ROW)
+        self.token, self.row, self.left = done.sampled, done.logits, self.left - 1
+        return self.left > 0 and run.runs_ahead and run.state.length < run.state.capacity
+
+
+Request = Rows | Choose | Draft | Read | Emit | Stretch
+ASKS_ROWS = Rows, Stretch  # requests that a step of the model answers

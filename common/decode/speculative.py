@@ -213,7 +213,8 @@ def _step(run: DecoderRun, drafter: Drafter, token: int, budget: int) -> Generat
     best = None
     if run.model.ops.chooses(sampler):
         done = yield Rows(step, sampler if sampler.is_argmax else Ahead(sampler, step.positions - state.length))
-        (best,) = yield Read((done.sampled,))
+        (values,) = yield Read((done.sampled,))
+        best = values.tolist()
     else:
         done = yield Rows(step)
     rows, path, verified = done.logits, [0], time.perf_counter()
@@ -225,13 +226,13 @@ def _step(run: DecoderRun, drafter: Drafter, token: int, budget: int) -> Generat
                 (values,) = yield Read((row,))
                 token = sampler.pick(values[0])
             else:
-                token = int(best[node])
+                token = best[node]
                 if not sampler.is_argmax:
                     sampler.numbers(1)  # which it was drawn with
             sampler.accept(token)
             drafter.extend((token,))
             yield Emit(token, row)
-            child = tree.children[node].get(token)
+            child = tree.nodes.get((node, token))
             if child is None:
                 break
             path.append(child)

@@ -1,6 +1,7 @@
 """The budget of each speculative step, chosen while decoding from the time of steps and their accepted tokens."""
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -133,7 +134,7 @@ class Tuner:
         """
         for smaller in self.sizes if size == 0 or gap == 0 else ():
             if smaller <= size:
-                self.lengths[smaller].add(sum(node <= smaller for node in path), weight)
+                self.lengths[smaller].add(bisect_right(path, smaller), weight)  # a node comes after its parent
         return GAP if size == 0 else max(gap - 1, 0)
 
     @property

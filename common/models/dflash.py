@@ -138,9 +138,13 @@ class DflashPair(Pair):
         return not self.draft.conv_taps  # convolutions along a block know no other blocks in its step
 
     def pass_step(self, given: int, length: int) -> Step:
-        tokens = np.full(self.draft.block, self.draft.mask_token, np.int32)
+        tokens = self._masks.copy()
         tokens[0] = given
         return Step.block(tokens, length)
+
+    @cached_property
+    def _masks(self) -> np.ndarray:
+        return np.full(self.draft.block, self.draft.mask_token, np.int32)
 
     def propose(self, state: State, given: int) -> Array:
         """Logits (n, vocab) of the tokens after `given`, the one that follows the state; commits nothing."""

@@ -87,7 +87,7 @@ class PackedStore(KVStore):
             self.lengths[slot] < self.calibration < self.lengths[slot] + rows for slot, _, rows in runs
         )
 
-    def commit(self, slot: int, path: np.ndarray) -> None:
+    def commit(self, slot: int, path: list[int]) -> None:
         completes = self.lengths[slot] < self.calibration <= self.lengths[slot] + len(path)
         super().commit(slot, path)
         self.exact.commit(slot, path)

@@ -47,11 +47,10 @@ class Pages:
 
     def hold(self, needs: Sequence[tuple[int, int]]) -> None:
         """Take pages for so many positions of each slot; raises NoRoomError, and takes none, where too few are free."""
-        missing = []
-        for slot, positions in needs:
-            more = -(-min(positions, self.most) // PAGE) - self.held[slot]
-            if more > 0:
-                missing.append((slot, more))
+        held = self.held
+        short = [need for need in needs if need[1] > held[need[0]] * PAGE]
+        missing = [(slot, -(-min(positions, self.most) // PAGE) - held[slot]) for slot, positions in short]
+        missing = [(slot, more) for slot, more in missing if more > 0]
         if not missing:
             return
         total = sum(more for _, more in missing)

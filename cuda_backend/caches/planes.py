@@ -159,9 +159,9 @@ def check_capacity(capacity: int) -> None:
         raise BimetalError(f"a context of {capacity} tokens is more than the CUDA kernels take, about a million")
 
 
-def move_path(planes: Planes, past: int, path: np.ndarray, stream: Stream) -> None:
+def move_path(planes: Planes, past: int, path: Sequence[int], stream: Stream) -> None:
     """Move rows past + path[j] of every plane to past + j, in place."""
-    rows, n = np.ascontiguousarray(path, np.int32), len(path)
+    rows, n = np.array(path, np.int32), len(path)
     device = Memory(rows.nbytes, stream)
     cupy.cuda.runtime.memcpyAsync(device.address, rows.ctypes.data, rows.nbytes, 1, stream.ptr)
     if np.all(np.diff(rows) > 0):

@@ -5,7 +5,7 @@ States come in pairs: a step reads one, and writes what the last commit made of 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -19,8 +19,9 @@ from cuda_backend.caches.window import NOT_IN_PART
 from cuda_backend.launch import Stream
 from cuda_backend.layout import padded
 from cuda_backend.memory import Memory, copy_in, room
-from cuda_backend.replay import NO_PATH
 from cuda_backend.runs import Run
+
+NO_RUN = Run(0, 0, 0)  # of no step
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Pair:
     """
 
     current: int = 0
-    path: np.ndarray = field(default_factory=lambda: NO_PATH)
+    path: Sequence[int] = ()
     at: int = 0
     step: Run | None = None
     left: int = 0
@@ -161,11 +162,12 @@ class Recurrent:
         else:
             if self.batches > 1:
                 self._choose_store(runs)
-            elif any(len(pair.path) and pair.at == self.newest for pair in self.pairs):
+            elif any([pair.path and pair.at == self.newest for pair in self.pairs]):
                 self.newest = 1 - self.newest
-            self.apply([i for i, pair in enumerate(self.pairs) if len(pair.path) and pair.at == self.newest])
+            newest = self.newest
+            self.apply([i for i, pair in enumerate(self.pairs) if pair.path and pair.at == newest])
             for pair in self.pairs:
-                if not pair.whole and pair.left == self.newest:
+                if pair.left == newest and not pair.whole:
                     pair.step = None
         for run in runs:
             pair = self.pairs[run.slot]
@@ -206,21 +208,21 @@ class Recurrent:
         """The store that holds the rows of the paths that a noted step applies; a long step applies none."""
         return 1 - self.newest
 
-    def input(self, slot: int) -> tuple[int, int, np.ndarray]:
+    def input(self, slot: int) -> tuple[int, int, Sequence[int]]:
         """The states that a step reads and writes, counted from slot 0's first, and the path that it applies."""
         pair = self.pairs[slot]
         return 2 * slot + pair.current, 2 * slot + 1 - pair.current, pair.path
 
-    def commit(self, slot: int, path: np.ndarray) -> None:
-        if not len(path):
+    def commit(self, slot: int, path: list[int]) -> None:
+        if not path:
             return
-        pair, kept = self.pairs[slot], path.tolist()
-        rows = pair.step.rows if pair.step else 0
-        if pair.step is None or min(kept) < 0 or max(kept) >= rows:
-            raise ValueError(f"commit of rows {kept} of a step of {rows}")
-        if pair.whole and not np.array_equal(path, np.arange(rows)):
+        pair = self.pairs[slot]
+        _, first, rows = pair.step or NO_RUN
+        if min(path) < 0 or max(path) >= rows:
+            raise ValueError(f"commit of rows {path} of a step of {rows}")
+        if pair.whole and path != list(range(rows)):
             raise ValueError(NOT_IN_PART.format(rows))
-        pair.path = NO_PATH if pair.whole else (pair.step.first + path).astype(np.int32)
+        pair.path = () if pair.whole else [first + row for row in path]
         pair.current, pair.at, pair.step, pair.empty = pair.next, pair.left, None, False
 
     def apply(self, slots: Sequence[int]) -> None:
@@ -229,7 +231,7 @@ class Recurrent:
             return
         self.apply_paths(self, slots)
         for pair in (self.pairs[slot] for slot in slots):
-            pair.current, pair.path = 1 - pair.current, NO_PATH
+            pair.current, pair.path = 1 - pair.current, ()
             if pair.whole:
                 pair.step = None  # its state was there
 
@@ -256,7 +258,7 @@ class Recurrent:
     def _replaced(self, slot: int) -> None:
         """Note that the current state has been written as a whole."""
         pair = self.pairs[slot]
-        pair.path, pair.step, pair.empty = NO_PATH, None, False
+        pair.path, pair.step, pair.empty = (), None, False
 
     def row_shapes(self, tokens: int) -> list[Shape]:
         return []

@@ -71,8 +71,8 @@ class RowStore(Generic[S]):
         """Predict the bytes of a layer in a snapshot."""
         return 0
 
-    def commit(self, slot: int, path: np.ndarray) -> None:
-        if path.tolist() != list(range(len(path))):  # else its rows lie where they belong
+    def commit(self, slot: int, path: list[int]) -> None:
+        if path != list(range(len(path))):  # else its rows lie where they belong
             move_path(of_slot(self.planes, slot), self.lengths[slot], path, self.stream)
 
     def snapshot(self, slot: int) -> Any:

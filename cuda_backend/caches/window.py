@@ -79,12 +79,12 @@ class WindowStore(KVStore):
             if rows > MAX_DECODE_ROWS:  # another slot's prefill step, if it is not committed yet, is gone
                 self.step_rows = [-1 if n and i != slot else n for i, n in enumerate(self.step_rows)]
 
-    def commit(self, slot: int, path: np.ndarray) -> None:
+    def commit(self, slot: int, path: list[int]) -> None:
         rows = self.step_rows[slot]
-        if len(path) and rows:
+        if path and rows:
             if rows < 0:
                 raise ValueError(f"the prefill step of slot {slot} is gone: another sequence's came after it")
-            if not np.array_equal(path, np.arange(rows)):
+            if path != list(range(rows)):
                 raise ValueError(NOT_IN_PART.format(rows))
             assert self.after
             copy(self._ring(slot), self.after.address, self.slot_bytes, self.stream)

@@ -74,7 +74,7 @@ def test_a_chain_that_is_there_first_keeps_its_place(seed, budget, length):
     assert path_of(tree, len(chain)) == tuple(chain)
     assert len(tree) == budget + 1
     for node in range(1, len(tree)):
-        assert tree.children[tree.parents[node]][tree.tokens[node]] == node
+        assert tree.nodes[tree.parents[node], tree.tokens[node]] == node
 
 
 def test_fewer_prefixes_than_the_budget_and_no_places():
