@@ -1,4 +1,4 @@
-"""Amounts, of memory and of things, as people write them."""
+"""Write and parse amounts: sizes of memory, and counts with their noun."""
 
 import re
 
@@ -23,7 +23,7 @@ def counted(count: int, noun: str, several: str = "") -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "24GB" (10^9 each), "24GiB" (2^30 each), "24G" (as GB), "24000MB", "24000000000"."""
+    """Parse bytes: "24GB" (10^9 each), "24GiB" (2^30 each), "24G" (as GB), "24000MB", "24000000000"."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", text, re.ASCII)
     if match is None or match[2].upper() not in UNITS:
         raise UsageError(f"{text!r} is not an amount of memory; write it like 24GB, 22.5GiB or 24000MB")

@@ -1,4 +1,4 @@
-"""Attention of the last tokens of a text to each of its tokens, as a model's full attention layers have it."""
+"""Compute the attention of the last tokens of a text to each of its tokens, in a model's layers of full attention."""
 
 import threading
 from collections.abc import Generator, Sequence
@@ -14,7 +14,7 @@ from common.models import Model
 from common.ops import Array, Ops
 from common.step import State, Step
 
-FULL = 2 * BLOCK  # last tokens, which attend to all: what they leave out would be missing from the scores
+FULL = 2 * BLOCK  # last tokens of a text, which attend to all keys: a score needs all of their attention
 ROWS = 1024  # most tokens of a step: the keys of all layers stay on the device until it ends
 
 
@@ -50,11 +50,11 @@ class _Tap:
 def attention_to(
     model: Model, tokens: Sequence[int], queries: int, context: int, cancel: threading.Event | None = None
 ) -> Generator[None, None, np.ndarray]:
-    """The share of attention that the last `queries` of `tokens` give to each: (T,) float32.
+    """Compute the share of attention that the last `queries` of `tokens` give to each: (T,) float32.
 
-    A step of the model, or the shares of a layer, are computed between two `yield`s.
+    Between two `yield`s one step of the model, or the shares of one layer, are computed.
 
-    Of each query the largest share of any layer and head counts; the shares of the queries are averaged. The model
+    For each query the largest share of any layer and head is taken; these are averaged over the queries. The model
     runs on its backend, where all rows but the last FULL may leave out keys, and the shares are computed on the host,
     from keys in float16. Raises UsageError for a model without such layers or with tensor parallelism, and BimetalError
     when `cancel` is set.
@@ -92,7 +92,7 @@ def _read(
     """Run one step under the tap, without logits, and commit it: queries, keys and scales of each layer.
 
     sparse  its rows may leave out keys
-    asks    the queries are read too; else there are none
+    asks    read the queries as well; False: return none
     """
     scales: list[float] = []
 
@@ -110,7 +110,7 @@ def _read(
 
 
 def _shares(q: np.ndarray, keys: np.ndarray, scale: float) -> np.ndarray:
-    """The largest softmax share of any head: of the last rows q (Q, H, D) for each of keys (T, K, D): (Q, T)."""
+    """Compute the largest softmax share of any head, for the last rows q (Q, H, D) and keys (T, K, D): (Q, T)."""
     (Q, H, D), (T, K, _) = q.shape, keys.shape
     logits = np.einsum("qkgd,tkd->qkgt", q.reshape(Q, K, H // K, D), keys, optimize=True).reshape(Q, H, T)
     hidden = np.arange(T) > np.arange(T - Q, T)[:, None]

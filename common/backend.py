@@ -56,18 +56,18 @@ class Backend(ABC):
 
     name: str  # "numpy", "mlx", "cuda"
     item_bytes: int  # of an activation, and of a cached key or value
-    prefill_rows = 512  # of one prefill step: enough to fill the matrix units, little enough to answer Ctrl-C
+    prefill_rows = 512  # of a prefill step: enough to fill the matrix units, few enough to react to Ctrl-C
     runs_ahead = False  # whether a step can be launched on a token that the host has not read yet
     joins = False  # whether a step can have rows of several sequences
     micro_batches = 1  # steps of different sequences that are computed at the same time, on different devices
     divides = False  # whether a step may compute some layers of a model, and a later one those after them
     replays = False  # whether a step of few rows is replayed from a captured graph
-    warm_rows: Sequence[int] = ()  # of steps that are slow at first, because kernels compile or graphs are captured
+    warm_rows: Sequence[int] = ()  # row counts whose first steps are slow: kernels compile, graphs are captured
     draws = False  # whether `sample` can draw at random without copying logits to the host
     reserves = False  # whether a state allocates memory for its whole capacity at once
     cache_pairs: frozenset[tuple[str, str]] = frozenset()  # (keys, values): supported formats of caches
     expert_supply: ExpertSupply | None = None  # keeps some of a mixture's experts in memory; None: all are
-    expert_vram = 0  # bytes that experts take on the device, if `held_expert_bytes` does not count them
+    expert_vram = 0  # bytes of experts on the device that `held_expert_bytes` does not count
     ranks: Ranks = ONE  # this rank of tensor parallelism
     checks_scales = False  # whether `loading` refuses scales that are not finite, which saves a read
 
@@ -199,7 +199,7 @@ class Backend(ABC):
         return out if kept is None else out[kept]
 
     def computed(self, x: Array) -> Array:
-        """Return x, computed at once on a backend that would only do so when its values are needed."""
+        """Return x; a lazy backend computes it now, and not when its values are needed."""
         return x
 
     @abstractmethod
@@ -221,7 +221,7 @@ class Backend(ABC):
 
     @property
     def built(self) -> int | None:
-        """Count what steps so far have compiled or captured, for which they took longer than later ones will.
+        """Count the kernels compiled and graphs captured so far; steps that do either take longer than later ones.
 
         None if the backend does not count it.
         """

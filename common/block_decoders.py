@@ -1,4 +1,4 @@
-"""Decoders of GGUF's block types: blocks, uint8 (n, bytes), to values, float32 (n, elements).
+"""Decode GGUF's block types: uint8 (n, bytes) to float32 (n, elements).
 
 Operations come in the order of ggml's, so that the bits agree. Sources: ggml-common.h and ggml-quants.c of
 ggml-org/llama.cpp, and gguf-py.
@@ -144,7 +144,7 @@ def _iq4_xs(b: np.ndarray) -> np.ndarray:
 
 
 def _trits(data: np.ndarray, count: int, run: int) -> np.ndarray:
-    """`count` digits -1, 0, 1 of each byte, which holds a fraction in base 3: times 3^k, the top digit is digit k."""
+    """Unpack `count` digits -1, 0, 1 of each byte, a fraction in base 3: times 3^k, its top digit is digit k."""
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:count, None]
     rotated = data.reshape(len(data), -1, 1, run) * powers
     return ((rotated.astype(np.uint16) * 3) >> 8).reshape(len(data), -1).astype(np.float32) - 1

@@ -40,7 +40,7 @@ def spans(first: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _chosen(q: np.ndarray, means: np.ndarray, own: int) -> np.ndarray:
-    """The blocks that queries (rows, heads, D) of block `own` see, in order, by the means (blocks, D) of the keys."""
+    """Choose, in order, the blocks that queries (rows, heads, D) of block `own` see, by means (blocks, D) of keys."""
     always = np.unique(np.r_[: min(SINKS, own + 1), max(own - LATEST + 1, 0) : own + 1])
     others = np.setdiff1d(np.arange(own), always)
     if not len(others):
@@ -63,7 +63,7 @@ def _softmax(q: np.ndarray, keys: np.ndarray, first: int, seen: np.ndarray) -> n
     """Weights (rows, heads, m) of q (rows, heads, D), rows from `first` on, for keys (m, D) of the rows `seen`."""
     rows, heads, D = q.shape
     scores = (q.reshape(-1, D) @ keys.T).reshape(rows, heads, -1)
-    late = np.searchsorted(seen, first)  # keys before are seen by all rows
+    late = np.searchsorted(seen, first)  # all rows see the keys before
     hidden = seen[late:] > np.arange(first, first + rows)[:, None]
     scores[..., late:][np.broadcast_to(hidden[:, None], scores[..., late:].shape)] = -np.inf
     scores = np.exp(scores - scores.max(axis=-1, keepdims=True))

@@ -16,7 +16,7 @@ MOST_RULES = 1 << 20  # characters of a tool's rules
 
 
 def reply_grammar(schema: Any, calls: str) -> str:
-    """A Lark grammar of a reply: JSON of `schema`, the rules `calls` of `call_rules`, or either where both are given.
+    """Write a Lark grammar of a reply: JSON of `schema`, or the calls of `call_rules`; if both are given, either one.
 
     schema  None: no JSON; calls: "" without
     """
@@ -25,7 +25,7 @@ def reply_grammar(schema: Any, calls: str) -> str:
 
 
 def call_rules(syntax: Syntax, tools: Schemas, tokenizer: Tokenizer, several: bool) -> str:
-    """The rule `calls`, and those that it needs: one call of any of `tools`, or with `several` more after it."""
+    """Write the rule `calls` and the rules it needs: one call of any of `tools`; with `several`, one or more."""
     build = {HERMES: _hermes, QWEN_XML: _qwen_xml, GLM: _glm}.get(syntax)
     if build is None or not tools:
         raise UsageError("the model's chat template shows no syntax of tool calls that a grammar could follow")
@@ -67,7 +67,7 @@ def _glm(rule: str, name: str, schema: Mapping[str, Any], literals: _Literals) -
 
 
 def _arguments(rule: str, schema: Mapping[str, Any], literals: _Literals, frame: tuple[str, str, str, str]) -> str:
-    """A call whose arguments follow each other in the order of the schema, texts as they are and the rest as JSON.
+    """Write a call whose arguments have the order of the schema: strings as they are, other values as JSON.
 
     frame  what begins the call, what begins a value after the key {}, what ends a value, and what ends the call
     """
@@ -97,18 +97,18 @@ def _arguments(rule: str, schema: Mapping[str, Any], literals: _Literals, frame:
 
 
 def _text(schema: Mapping[str, Any]) -> str:
-    """A pattern of any text, as long as the schema lets it be."""
+    """Write a pattern of any text of the lengths that the schema allows."""
     most = schema.get("maxLength")
     return f"/(?s:.{{0,{most}}})/" if isinstance(most, int) and 0 < most <= 10000 else "/(?s:.*)/"
 
 
 def _words(schema: Mapping[str, Any]) -> list[str]:
-    """The texts that a schema lists, if it lists only texts; a call spells them without quotes."""
+    """List the strings of a schema's enumeration, if all are strings; a call writes them without quotes."""
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     return listed if isinstance(listed, list) and listed and all(isinstance(v, str) and v for v in listed) else []
 
 
 def _object(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments, which has no others than it names unless it says so."""
+    """Return the schema of a tool's arguments; it allows no additional ones unless it says so."""
     closed = {"additionalProperties": False} if isinstance(schema.get("properties"), Mapping) else {}
     return {"type": "object", **closed, **schema}

@@ -1,4 +1,4 @@
-"""Conversations to prompts: a model's own Jinja chat template, rendered as transformers' `apply_chat_template` does.
+"""Turn conversations into prompts by a model's own Jinja chat template, as transformers' `apply_chat_template` does.
 
 What a message holds never becomes a control token. A prompt is rendered twice, the second time with other punctuation
 in everything that the conversation brings; a control token counts where both texts have it, so that each of its
@@ -66,10 +66,10 @@ def chat_prompt(
 ) -> ChatPrompt:
     """The prompt of `messages`, up to where the assistant's reply begins.
 
-    think          whether the assistant thinks before it answers; None: as the template has it
+    think          whether the assistant reasons before it answers; None: the template's default
     parse_special  control tokens that are spelled out in the conversation count as such
     context        tokens beyond which a prompt is refused before it is encoded, where that is certain; None: any number
-    template       what else the template may read; add_generation_prompt=False ends after the last message
+    template       further variables of the template; add_generation_prompt=False ends after the last message
     """
     source = _source(vocabulary, tools)
     special = {"bos_token": vocabulary.bos_id, "eos_token": vocabulary.eos_id}
@@ -199,7 +199,7 @@ def render(
     template  Jinja source
     messages  {"role", "content", ...} as in OpenAI's chat API; content is text, text parts or, for an assistant, None
     tools     {"type": "function", "function": {...}} each
-    more      what else the template may read: bos_token, eos_token, enable_thinking, ...
+    more      further variables of the template: bos_token, eos_token, enable_thinking, ...
 
     Raises BimetalError with the template's own words when it refuses the messages.
     """

@@ -58,7 +58,7 @@ def default_spec(model: Any) -> str:
 def default_window(model: Any, greedy: bool = True) -> WedlmOptions:
     """The window of `model` where a call chooses none: as it was loaded with, as calibrated, or `balanced`.
 
-    greedy  whether the likeliest token is taken; such a window confirms its masks only then
+    greedy  whether the most probable token is taken; only then may the window confirm its masks
     """
     window: WedlmOptions = getattr(model, "window", PRESETS["balanced"])
     return window if greedy else replace(window, sure=math.inf, verify=False)
@@ -67,8 +67,8 @@ def default_window(model: Any, greedy: bool = True) -> WedlmOptions:
 def speculation_of(options: GenerationOptions, default: str, window: WedlmOptions = PRESETS["balanced"]) -> Speculation:
     """Return the speculative mode that `options` choose; raises UsageError for options of other modes.
 
-    default  the mode of the model, as `default_spec` has it
-    window   its window, as `default_window` has it
+    default  the mode of the model, by `default_spec`
+    window   its window, by `default_window`
     """
     kind = options.spec or default
     plain_topk = GenerationOptions.tree_topk
@@ -89,7 +89,7 @@ def speculation_of(options: GenerationOptions, default: str, window: WedlmOption
 
 
 def _window_of(options: GenerationOptions, default: WedlmOptions) -> WedlmOptions:
-    """The options of a window: those that are given, and the others of the preset that is named, else of `default`."""
+    """Build the options of a window: those that are given, the others from the named preset, else from `default`."""
     own: dict[str, Any] = {
         "window": options.wedlm_window,
         "tau": options.wedlm_tau,

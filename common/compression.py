@@ -1,7 +1,7 @@
 """Choice of the parts of a long prompt that compression keeps: chunks by score, the beginning and the end.
 
 After PFlash: a small model's attention scores each token, chunks are kept by their mean score, and chunks that hold the
-words of the question are kept in any case. The text that comes out is another one: this is lossy. Texts of messages
+words of the question are kept in any case. Compression is lossy: the model reads another text. Texts of messages
 are cut before the template is applied, so that roles stay whole and the small model may have a tokenizer of its own.
 Prompts beyond its context are scored in pieces; PFlash's block-sparse attention would leave its trained positions.
 """
@@ -21,7 +21,7 @@ RADII = ((1024, 2, 8), (2048, 4, 16), (2**62, 8, 32))  # up to so many chunks: n
 
 
 def scored(tokens: Sequence[int], attention: Callable[[list[int]], np.ndarray], room: int) -> np.ndarray:
-    """The score of each of `tokens`: (T,) float32.
+    """Compute the score of each of `tokens`: (T,) float32.
 
     attention  of the last tokens of a text to each of its tokens
     room       most tokens of such a text: a longer prompt is read in pieces, each between its beginning and its end
@@ -42,7 +42,7 @@ def scored(tokens: Sequence[int], attention: Callable[[list[int]], np.ndarray], 
 
 
 def kept_spans(tokens: Sequence[int], scores: np.ndarray, ratio: float) -> list[tuple[int, int]]:
-    """The stretches (first, end) of `tokens` to keep, in order: `ratio` of the chunks, by `scores` (T,)."""
+    """Choose the ranges (first, end) of `tokens` to keep, in order: `ratio` of the chunks, by `scores` (T,)."""
     ids, count = np.asarray(tokens, np.int64), -(-len(tokens) // CHUNK)
     most = max(1, int(count * ratio))
     kept = dict.fromkeys(_ends(count, most))
@@ -62,14 +62,14 @@ def kept_spans(tokens: Sequence[int], scores: np.ndarray, ratio: float) -> list[
 
 
 def _ends(count: int, most: int) -> list[int]:
-    """The last and the first chunks, which are kept whatever they score."""
+    """List the last and the first chunks, which are kept regardless of their scores."""
     tail = max(1, min(TAIL, most * TAIL // (2 * (HEAD + TAIL))))
     head = min(HEAD, most * HEAD // (2 * (HEAD + TAIL)))
     return [*range(max(count - tail, 0), count), *range(min(head, max(count - tail, 0)))]
 
 
 def _anchors(ids: np.ndarray, count: int) -> list[int]:
-    """Chunks that hold an n-gram of the question, those of rare n-grams first, and then their neighbours."""
+    """List the chunks with an n-gram of the question, those with rare n-grams first, and then their neighbours."""
     first = max(len(ids) - QUERY, 0)
     radius, places = next((r, h) for below, r, h in RADII if count < below)
     grams: dict[tuple[int, ...], list[int]] = {tuple(ids[at : at + NGRAM]): [] for at in range(first, len(ids) - NGRAM)}

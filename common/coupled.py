@@ -52,13 +52,13 @@ class Coupling(NamedTuple):
     def ranked(self, ids: np.ndarray, logp: np.ndarray, k: int, at: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Choose the `k` candidates that the target most probably draws, best first, and their log-probabilities.
 
-        ids, logp  (n, ..., m): candidates of n positions, the draft's likeliest first, and their log-probabilities. The
-                   first position takes the number `at`.
+        ids, logp  (n, ..., m): candidates of n positions, most probable first, and their log-probabilities. The
+                   first position uses random number `at`.
 
         The target's cumulative probability, where the draft's is c, is taken as a random quantity with mean c and
         variance c (1 - c) / (1 + certainty), as those of a Dirichlet distribution around the draft's; its distribution
-        function is taken as a logistic one. A candidate's probability is that of the number lying in its share, or,
-        at a weight of `doubt`, the draft's probability whatever the number is.
+        function is taken as a logistic one. A candidate's probability is that of the number lying in its share; with
+        weight `doubt` the draft's own probability, which ignores the number, is mixed in.
         """
         trust = ONE if k == 1 else SEVERAL
         m, rows = ids.shape[-1], ids.reshape(-1, ids.shape[-1])
@@ -80,7 +80,7 @@ class Coupling(NamedTuple):
         return rows.take(best).reshape(shape), logs.reshape(shape)
 
     def _probabilities(self, logp: np.ndarray, trust: Trust) -> np.ndarray:
-        """The draft's distribution over its candidates (..., m), likeliest first, cut as the target's is."""
+        """Compute the draft's distribution over candidates (..., m), best first, truncated as the target's is."""
         s, m = self.sampling, logp.shape[-1]
         p = np.exp((logp.astype(np.float64) - logp[..., :1]) / max(trust.least, trust.flatter * s.temperature))
         if 0 < s.top_k < m:

@@ -52,7 +52,7 @@ DECODERS = {
 def check_taken(kind: str | None, names: Iterable[str]) -> None:
     """Refuse options, by name, of other decoders than `kind`; raises UsageError.
 
-    kind  None: left to a model without a draft, which decodes plainly or in windows
+    kind  None: not chosen, for a model without a draft, which decodes plainly or in windows
     """
     taken = DECODERS["wedlm" if kind is None else kind].takes
     for name in names:
@@ -112,7 +112,7 @@ class WedlmOptions:
 
     @property
     def checks(self) -> bool:
-        """Test whether filled masks that the model was not sure of are confirmed."""
+        """Test whether filled masks of high entropy are confirmed by the next-token logits."""
         return self.sure < math.inf
 
 
@@ -131,7 +131,7 @@ class Speculation:
     kind        a decoder's name
     budget      draft tokens per step; None: chosen while decoding
     top_k       candidates that a tree considers at each position
-    seed_chain  begin trees with the draft's likeliest block, whatever its probability
+    seed_chain  begin trees with the draft's most probable block, whatever its probability
     wedlm       how a WeDLM model fills its window
     """
 

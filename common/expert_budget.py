@@ -59,7 +59,7 @@ def expert_budget(
 
     tokens  of the context; None: 4096, or what the model was trained for
     cache   None: a quarter of the memory, because the system's cache keeps more experts in what is left
-    memory  None: what is free; it then bounds no `cache` that is given
+    memory  None: what is free, which does not limit a given `cache`
 
     Raises BimetalError where less than one layer's experts fit, and for a model without experts.
     """

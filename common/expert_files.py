@@ -1,8 +1,8 @@
-"""Places of experts in a checkpoint, and reading one: straight from its files, or from a pack beside them.
+"""Locate a checkpoint's experts, and read one: straight from its files, or from a pack beside them.
 
 In a GGUF file and in stacked safetensors an expert's gate, up and down matrices are each one run of bytes; in a pack
 (`common/expert_pack.py`) they are adjacent. Files are opened again for reading, so that no page of a memory map is
-touched, and each read ends with a look at the file: one that has changed since its header was read is refused.
+touched, and after each read the file is checked: if it has changed since its header was read, it is refused.
 """
 
 import errno
@@ -162,7 +162,7 @@ def expert_forms(checkpoint: Checkpoint, layout: Layout) -> dict[int, ExpertForm
 
 
 def checkpoint_source(checkpoint: Checkpoint, layout: Layout) -> ExpertSource:
-    """The experts where the checkpoint's own files store them. Raises BimetalError."""
+    """Locate the experts in the checkpoint's own files. Raises BimetalError."""
     forms, runs = expert_forms(checkpoint, layout), {}
     files: dict[MappedFile, int] = {}
     for layer, pair in expert_matrices(layout).items():
@@ -176,7 +176,7 @@ def checkpoint_source(checkpoint: Checkpoint, layout: Layout) -> ExpertSource:
 def _runs_of(
     checkpoint: Checkpoint, parts: Sequence[Stored], expert: int, files: dict[MappedFile, int]
 ) -> list[tuple[int, int]]:
-    """File number and offset of each run of an expert; files that are new get the next number."""
+    """Locate each run of an expert: file number and offset; a new file gets the next number."""
     found = []
     for part in parts:
         for component in components(_of_expert(checkpoint, part, expert)):

@@ -1,4 +1,4 @@
-"""Forms in which a mixture stores its experts, and stand-ins for weights that are read from files."""
+"""Forms in which a mixture stores its experts, and handles for weights that are read from files."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -78,21 +78,21 @@ class SlotMemory(Protocol):
         """Contiguous bytes to fill, one per run of the layer's form: the slot's own where it holds stored bytes."""
 
     def landed(self, layer: int, slot: int, tensors: Sequence[Tensor]) -> None:
-        """Make the slot's expert of the tensors in filled buffers; called from reading threads. Raises BimetalError."""
+        """Make the slot's expert from the tensors in filled buffers; called by reading threads. Raises BimetalError."""
 
     def wait(self) -> None:
-        """Wait until everything has been computed that reads slots."""
+        """Wait for all computations that read slots."""
 
     def matrices(self, layer: int) -> tuple[Any, Any]:
-        """The slots that `moe` computes with in place of gate-up and down; layers of one kind share them."""
+        """Return the slots that `moe` takes in place of gate-up and down; layers of one kind share them."""
 
 
 @dataclass(frozen=True)
 class Streamed:
     """The weight handle of one matrix of a layer's experts, which are read while the model runs.
 
-    fetch     reads what is missing of the experts ids (T, k) of the layer: the slot of each expert, int32 (experts,)
-    prefetch  begins to read what the last step chose in the layer
+    fetch     reads the missing ones of the experts ids (T, k); returns the slot of each expert, int32 (experts,)
+    prefetch  begins to read the experts that the last step chose in the layer
     parts     what the backend computes with: the slots of all layers whose experts are of this kind
     nbytes    of all of the layer's experts, if they were in memory; 0 in the second of its handles
     """

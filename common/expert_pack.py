@@ -1,4 +1,4 @@
-"""A pack: a mixture's experts in one file, each a block of its own, so that one read brings a whole expert.
+"""A pack: a mixture's experts in one file, one block per expert, so that one read returns a whole expert.
 
 The file begins with MAGIC, the length of a JSON header (uint64, little-endian) and the header; the blocks follow at
 multiples of ALIGNMENT, layer after layer and expert after expert. A block holds an expert's runs in the order of
@@ -47,11 +47,11 @@ class Plan:
 def write_pack(
     checkpoint: Checkpoint, layout: Layout, out: Path, advance: Callable[[int], object]
 ) -> tuple[ExpertSource, Plan]:
-    """Write the experts of a checkpoint into the new file `out`, or go on with a run that was stopped.
+    """Write the experts of a checkpoint into the new file `out`, or resume a stopped run.
 
-    The file is written beside its place as `out`.part and renamed when it is whole.
+    The file is written as `out`.part and renamed when it is complete.
 
-    advance  is called with the number of bytes written, or found; they add up to `Plan.end`
+    advance  called with bytes written, or found from an earlier run; they add up to `Plan.end`
     """
     check_place(out, checkpoint.path)
     source = checkpoint_source(checkpoint, layout)
@@ -85,7 +85,7 @@ def write_pack(
 
 
 def pack_source(path: Path, checkpoint: Checkpoint, layout: Layout) -> ExpertSource:
-    """The experts in a pack of this checkpoint. Raises BimetalError for another model's, or a damaged one."""
+    """Open a pack of this checkpoint. Raises BimetalError for a pack of another model, or a damaged one."""
     own = checkpoint_source(checkpoint, layout)
     plan = _plan(own)
     try:

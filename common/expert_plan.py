@@ -1,7 +1,7 @@
 """A throughput model of streamed experts: from routing, bytes and rates to tokens per second.
 
 On unified memory a layer reads what it misses and then computes, because reads and the GPU share the memory's
-bandwidth; reads that were begun before the router had chosen are hidden. On a GPU with memory of its own the host
+bandwidth; reads begun before the router has chosen are hidden. On a GPU with memory of its own the host
 computes cold experts, or copies them, while the GPU computes the others; a layer with cold experts pays for a merge.
 """
 
@@ -58,7 +58,7 @@ class Machine:
     memory      of the machine, or of its GPU where that has memory of its own
     bandwidth   at which the GPU reads weights
     disk        of cold reads, in pieces of an expert
-    cached      of reads that the system's cache answers
+    cached      of reads from the system's cache
     layer       beside reading weights: launches and waits, per layer
     hidden      share of the reads that run while the GPU computes
     host        of experts that the host computes or copies, whichever is sooner; 0: memory is unified
@@ -82,7 +82,7 @@ class Rate:
 
     budget  bytes of experts in memory
     hits    share of the experts that are in memory
-    cached  share that the system's cache answers
+    cached  share that is read from the system's cache
     compute seconds per token that the GPU computes and launches
     wait    seconds per token that reads, or the host, add
     """
@@ -125,7 +125,7 @@ MIXTURES = {
 
 
 def rate_at(mixture: Mixture, machine: Machine, budget: int, hits: float, cached: float) -> Rate:
-    """Predict the rate where `hits` of the experts are in memory, and `cached` come from the system's cache."""
+    """Predict the rate with a share `hits` of the experts in memory, and `cached` in the system's cache."""
     read = mixture.used * mixture.expert_bytes  # per layer
     compute = machine.layer + (read + mixture.other_bytes / mixture.layers) / machine.bandwidth
     cold = 1 - hits - cached
@@ -139,9 +139,9 @@ def rate_at(mixture: Mixture, machine: Machine, budget: int, hits: float, cached
 
 
 def plan(mixture: Mixture, machine: Machine, budget: int, share: Callable[[float], float]) -> Rate:
-    """Predict the rate with `budget` bytes of experts in memory; the system's cache holds more in what is left.
+    """Predict the rate with `budget` bytes of experts in memory; the system's cache holds others in the remainder.
 
-    share  the share of chosen experts that a share of the experts' bytes answers
+    share  maps a share of the experts' bytes to the share of chosen experts found in them (the hit rate)
     """
     left = 0.0 if machine.host else machine.memory - SYSTEM - mixture.fixed_bytes - budget
     hits = share(min(1.0, budget / mixture.total))
@@ -150,7 +150,7 @@ def plan(mixture: Mixture, machine: Machine, budget: int, share: Callable[[float
 
 
 class Hits:
-    """The share of chosen experts that a share of the experts' bytes answers, by popularity."""
+    """Hit rate by the share of the experts' bytes in memory, most popular experts first."""
 
     def __init__(self, counts: np.ndarray):
         """counts: (layers, experts), of what traffic chose."""

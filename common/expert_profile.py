@@ -1,7 +1,7 @@
 """Profile of a model's traffic: uses of each expert by layer, the file that keeps them, and a placement by them.
 
 The file is Spark's `<model>.spark.csv`: two comment lines, then one line of counts per layer. Counts place experts
-before the first request; which expert leaves for another is decided by recent use (`common/experts.py`).
+before the first request; later evictions follow recent use (`common/experts.py`).
 """
 
 import re
@@ -38,7 +38,7 @@ class Profile:
 
 
 def uniform(layers: int, experts: int, used: int) -> Profile:
-    """Return the profile of a model of which nothing is known."""
+    """Return the profile of a model without counts: all experts alike."""
     return Profile(np.ones((layers, experts), np.int64), used)
 
 
@@ -115,7 +115,7 @@ def place(
 ) -> list[np.ndarray]:
     """Choose the experts that `budget` bytes hold, by layer, each layer's most used first.
 
-    Each layer first receives as many as a token uses; then the expert with the most uses per byte follows, among equals
+    Each layer first gets as many as a token uses. Then the expert with the most uses per byte follows; among equals
     the one with more uses, then that of the layer that has fewer. `Residency` keeps room for one layer of each kind,
     which experts of this kind fill in any case.
 
@@ -151,6 +151,6 @@ def place(
 
 
 def least_bytes(sizes: Sequence[int], experts: int, kinds: Sequence[Hashable] | None = None) -> int:
-    """Bytes of one whole layer's experts of each kind: what prefill uses at once."""
+    """Count the bytes of one whole layer's experts of each kind, which prefill uses at once."""
     by_kind = dict(zip(sizes if kinds is None else kinds, sizes, strict=True))
     return sum(experts * size for size in by_kind.values())

@@ -1,4 +1,4 @@
-"""Costs of streamed experts: counters that a residency and its reader fill, and their difference over a reply."""
+"""Counters of streamed experts, which the residency and its reader fill, and their difference over a reply."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class ExpertStats:
     hits         experts that a layer needed and found, once per step and layer
     misses       experts that a layer needed and had to wait for, likewise
     bytes_read   bytes that were read, prefetched ones included
-    evictions    experts that left for another
+    evictions    experts that were evicted
     prefetched   experts that were read before they were needed
     read_p50     median seconds of a read, of the latest 4096 reads; 0 without reads
     read_p95     95th percentile of these seconds

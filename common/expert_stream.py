@@ -1,8 +1,8 @@
-"""Experts that are read while a model runs: the residency's loads, done by threads that stay.
+"""Read experts while a model runs: a pool of threads does the loads that the residency chooses.
 
 A layer's `moe` op calls `fetch` with the experts that its rows chose, and finds all of them in slots until the next
-layer fetches. Before the router has run, `prefetch` reads the experts that the last step chose in this layer. Which
-backend computes is no matter here: `SlotMemory` is its part.
+layer fetches. Before the router has run, `prefetch` reads the experts that the last step chose in this layer. Each
+backend has its own `SlotMemory`.
 """
 
 import time
@@ -46,7 +46,7 @@ class ExpertStream:
         return made
 
     def fetch(self, layer: int, ids: np.ndarray) -> np.ndarray:
-        """Read what is missing of the experts `ids` (T, k) of `layer`: the slot of each expert, int32 (experts,).
+        """Read the missing ones of the experts `ids` (T, k) of `layer`; return the slot of each, int32 (experts,).
 
         The slots of `ids` hold until the next call; an expert that is not in memory has -1. Raises BimetalError for a
         read that fails; what has been read stays.
@@ -93,7 +93,7 @@ class ExpertStream:
             self._reads[load] = self._pool.submit(self._read, load)
 
     def _read(self, load: Load) -> float:
-        """Read one expert, in a thread of the pool: the seconds it took."""
+        """Read one expert, in a thread of the pool; return the seconds it took."""
         started = time.perf_counter()
         (layer, expert), slot = load.key, load.slot
         buffers = self.memory.buffers(layer, slot)
@@ -107,18 +107,18 @@ class ExpertStream:
         return time.perf_counter() - started
 
     def _wait(self, loads: Sequence[Load]) -> None:
-        """Wait for all of them; raises the first failure once none of them can write any more."""
+        """Wait for all loads; raises the first failure after the last of them has stopped writing."""
         failures = [failure for load in loads if (failure := self._settled(load)) is not None]
         if failures:
             raise failures[0]
 
     def _harvest(self) -> None:
-        """Take in the prefetches that are done; one that failed is tried again when it is needed."""
+        """Report the prefetches that are done; one that failed is tried again when it is needed."""
         for load in [load for load, read in self._reads.items() if read.done()]:
             self._settled(load)
 
     def _settled(self, load: Load) -> BaseException | None:
-        """Wait for one read and report it; the failure, if it failed."""
+        """Wait for one read and report it; return its failure, if any."""
         read = self._reads.pop(load)
         try:
             seconds = read.result()
@@ -137,7 +137,7 @@ class ExpertStream:
 def open_stream(
     source: ExpertSource, ops: Ops, layers: int, used: int, budget: int, profile: Profile | None = None
 ) -> ExpertStream:
-    """A stream over `budget` bytes of slots, into which the experts that `profile` counts most are read.
+    """Open a stream over `budget` bytes of slots, and read the experts that `profile` counts most.
 
     layers  of the model
     used    experts per token
@@ -151,6 +151,6 @@ def open_stream(
 
 
 def sizes_of(forms: Mapping[int, ExpertForm], ops: Ops, layers: int) -> tuple[list[int], list[Hashable]]:
-    """Bytes of an expert in a slot, and its kind, by layer; 0 and None for layers without experts."""
+    """List the bytes of an expert in a slot, and its kind, by layer; 0 and None for layers without experts."""
     sizes = [ops.expert_bytes(forms[i]) if i in forms else 0 for i in range(layers)]
     return sizes, [forms[i].kind if i in forms else None for i in range(layers)]

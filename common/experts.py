@@ -1,9 +1,9 @@
 """Residency of a mixture's experts in memory: the policy that streaming from a disk and VRAM caches share.
 
-An expert slot holds one expert of one layer, and layers whose experts are stored alike share their slots. Who leaves is
-decided by segmented LRU: an expert begins on probation, its second use protects it, and the protected are at most
-`PROTECTED` of the slots, of which the least recently used falls back. Nothing here reads or copies an expert: `ensure`
-says which loads to do, and the caller reports each as `finish` or `abandon`. All calls come from one thread.
+An expert slot holds one expert of one layer; layers whose experts are stored alike share their slots. Eviction is
+segmented LRU: an expert begins on probation, its second use protects it, and protected experts take at most
+`PROTECTED` of the slots; beyond that the least recently used returns to probation. Nothing here reads an expert:
+`ensure` returns the loads to do, and the caller reports each by `finish` or `abandon`. All calls come from one thread.
 """
 
 from collections import OrderedDict
@@ -27,13 +27,13 @@ class ExpertSupply(Protocol):
     residency: "Residency"
 
     def begin_request(self) -> ExpertStats:
-        """Return the counts so far. Called before a request's first step, when experts may change places."""
+        """Return the counts so far. Called before a request's first step, when experts may be exchanged."""
 
     def stats(self, before: ExpertStats | None = None) -> ExpertStats:
         """Return the counts, or the counts since `before`."""
 
     def close(self) -> None:
-        """End what copies or reads experts."""
+        """Stop copying and reading experts."""
 
 
 class Where(Enum):
@@ -50,7 +50,7 @@ class Key(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A copy to do: `key` into `slot` of its layer's pool, in the place of `replaces` where the slot was in use."""
+    """A copy to do: `key` into `slot` of its layer's pool, where it replaces `replaces` if the slot was in use."""
 
     key: Key
     slot: int
@@ -80,7 +80,7 @@ class _Entry:
 
 @dataclass
 class _Pool:
-    """Slots of one kind: both segments run from the least to the most recently used."""
+    """Slots of one kind; both segments are ordered from the least to the most recently used."""
 
     size: int
     slots: int
@@ -93,7 +93,7 @@ class _Pool:
         return self.probation.get(key) or self.protected.get(key)
 
     def entries(self) -> Iterable[tuple[Key, _Entry]]:
-        """All entries, in the order in which they leave."""
+        """Iterate over all entries, in the order of eviction."""
         yield from self.probation.items()
         yield from self.protected.items()
 
@@ -173,7 +173,7 @@ class Residency:
     def ensure(self, layer: int, ids: np.ndarray) -> Placement:
         """Place the experts `ids`, of any shape, that rows of the step chose in `layer`.
 
-        They stay in their slots until `release`. Raises BimetalError where experts that are still in use take the room.
+        They stay in their slots until `release`. Raises BimetalError if experts in use leave too few slots.
         """
         ids = np.asarray(ids)
         if ids.size and not (ids.min() >= 0 and ids.max() < self.experts):
@@ -207,10 +207,10 @@ class Residency:
     def prefetch(self, layer: int, ids: Iterable[int]) -> tuple[Load, ...]:
         """Choose loads of experts that `layer` may need soon: into slots that are free or unused for two steps.
 
-        A whole layer's experts still find room beside these loads and the experts in use.
+        Slots for a whole layer's experts remain beside these loads and the experts in use.
         """
         pool, loads = self._pool(layer), []
-        bound = len(self._pinned) + pool.loading  # slots that cannot change hands
+        bound = len(self._pinned) + pool.loading  # slots that cannot be reassigned
         for expert in dict.fromkeys(ids):
             key = Key(layer, expert)
             if pool.find(key) is not None:
@@ -227,7 +227,7 @@ class Residency:
         return tuple(loads)
 
     def touch(self, layer: int, ids: Iterable[int]) -> None:
-        """Count one use of each of the experts `ids`, which a step has read wherever they lay."""
+        """Count one use of each of the experts `ids`, which a step has read from a slot or from elsewhere."""
         pool = self._pool(layer)
         for expert in ids:
             key = Key(layer, expert)
@@ -252,7 +252,7 @@ class Residency:
             pool.free.append(load.slot)
 
     def release(self) -> None:
-        """Let go of the experts of `ensure`: what computes with them has read them."""
+        """Release the experts of `ensure`, once the computation has read them."""
         self._pinned.clear()
 
     def next_step(self, rows: int) -> None:
@@ -263,7 +263,7 @@ class Residency:
     # -- between requests ----------------------------------------------------------------------------------------------
 
     def preload(self) -> tuple[Load, ...]:
-        """Choose the loads of the placement by profile, before the first step: the most used leave last."""
+        """Choose the loads of the placement by profile, before the first step; the most used are evicted last."""
         loads = []
         for _, layer, expert in self._planned:
             pool, key = self._pool(layer), Key(layer, expert)
@@ -276,7 +276,7 @@ class Residency:
         return tuple(loads)
 
     def swap(self, counts: np.ndarray, most: int, least_gain: int = 1) -> tuple[Load, ...]:
-        """Choose up to `most` loads of cold experts into the slots of resident ones of their layer that count for less.
+        """Choose up to `most` loads of cold experts into slots of resident ones of their layer with lower counts.
 
         Pairs the layer's least counted resident expert with its most counted cold one, and so on; a pair counts where
         the cold one has at least `least_gain` more. The largest gains come first.
@@ -313,7 +313,7 @@ class Residency:
         return next((key for key, entry in entries if self._may_leave(key, entry, before=self._step + 1)), None)
 
     def _allot(self, pool: _Pool, key: Key, victim: Key | None) -> Load | None:
-        """Give `key` the slot of `victim`, or a free one without a victim; None where there is neither."""
+        """Give `key` the slot of `victim`, or without a victim a free one; None if no slot is free."""
         if victim is not None:
             load = Load(key, self._remove(pool, victim).load.slot, victim)
             self.counters.evictions += 1

@@ -1,4 +1,4 @@
-"""Writing files: a regular file is replaced whole or left as it was, everything else is written through."""
+"""Write files: a regular file is replaced as a whole or left as it was; any other file is written directly."""
 
 import errno
 import fcntl
@@ -19,7 +19,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a write, which nam
 def rewriting(path: Path) -> Iterator[IO[bytes]]:
     """Open a binary file, for writing and seeking, whose bytes are those of `path` once the block has ended well.
 
-    A regular file or a new one is written beside its place and renamed; a symbolic link is followed and stays. A device
+    A regular or new file is written under another name and renamed; a symbolic link is followed and kept. A device
     or a pipe gets the bytes at the end, in order. Raises OSError.
     """
     target = _target(path)
@@ -58,7 +58,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def _target(path: Path) -> Path:
-    """The file that a path leads to, or the place of a new one; raises OSError."""
+    """Resolve the file that a path leads to, or the path of a new one; raises OSError."""
     target = Path(os.path.realpath(path))
     if target.is_symlink():  # which realpath cannot follow
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
@@ -80,7 +80,7 @@ def check_output(path: Path, inputs: Iterable[Path] = ()) -> None:
 
 
 def check_folder(path: Path, folder: Path) -> None:
-    """Refuse a folder in which no file can be made; raises OSError that names `path`, the file to be made."""
+    """Refuse a folder in which no file can be created; raises OSError that names `path`, the file to create."""
     try:
         TemporaryFile(dir=folder).close()
     except OSError as error:
@@ -89,7 +89,7 @@ def check_folder(path: Path, folder: Path) -> None:
 
 
 def rewrite(path: Path, text: str) -> None:
-    """Make `text`, in UTF-8, the content of `path`, as `rewriting` does."""
+    """Replace the content of `path` by `text`, in UTF-8, as `rewriting` does."""
     with rewriting(path) as file:
         file.write(text.encode())
 

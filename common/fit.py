@@ -1,4 +1,4 @@
-"""Prediction of the memory that a model takes, from its headers alone."""
+"""Predict the memory that a model takes, from its headers alone."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,11 +24,11 @@ LEAST_CONTEXT = 512
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes while a prompt of the whole context is read: what it takes at its peak, the interpreter left out.
+    """Peak bytes while a prompt of the whole context is read, without the interpreter.
 
     kv     keys and values, which grow with the context
     state  states of a fixed size
-    work   everything in between
+    work   workspace
     rows   of the steps that read the prompt
     draft  a draft's weights and states
     """
@@ -46,12 +46,12 @@ class Need:
 
 
 def predict_weights(checkpoint: Checkpoint, layout: Layout, ops: Ops) -> int:
-    """Bytes of the loaded weights on the backend of `ops`; nothing is loaded. Raises BimetalError as loading would."""
+    """Predict the bytes of the weights on the backend of `ops`, by headers. Raises BimetalError as loading would."""
     return sum(predict_layers(checkpoint, layout, ops)) + ops.expert_vram
 
 
 def predict_layers(checkpoint: Checkpoint, layout: Layout, ops: Ops, out: int | None = None) -> list[int]:
-    """Bytes as `predict_weights`, by layer; weights outside the layers count to the layer beside which they lie.
+    """Predict bytes as `predict_weights`, by layer; weights outside the layers count to the layer on their device.
 
     out  the layer beside which the last norm and the head lie, if not `layout.out`
     """
@@ -71,7 +71,7 @@ def predict_layers(checkpoint: Checkpoint, layout: Layout, ops: Ops, out: int | 
 
 
 def predict_stacks(checkpoint: Checkpoint, layout: Layout, ops: Ops) -> list[tuple[int, ...]]:
-    """Bytes of each stack of experts, by layer, if `ops` held all of them; () where a layer has none."""
+    """Predict the bytes of each stack of experts, by layer, if `ops` held all experts; () for a layer without."""
     kinds: dict[Any, Tensor] = {}
     sizes = []
     for table in layout.layers:
@@ -82,7 +82,7 @@ def predict_stacks(checkpoint: Checkpoint, layout: Layout, ops: Ops) -> list[tup
 
 
 def _shaped(checkpoint: Checkpoint, stored: Stored, where: tuple[str, int], kinds: dict[Any, Tensor]) -> Tensor:
-    """The canonical tensor's type and shape. A fix is run once for all layers that store this weight alike."""
+    """Return the canonical tensor's type and shape. A fix is run once for all layers that store this weight alike."""
     first = checkpoint.tensors[stored.names[0]]
     if stored.fix is None:
         return replace(first, shape=stored.shape)
@@ -97,7 +97,7 @@ def _shaped(checkpoint: Checkpoint, stored: Stored, where: tuple[str, int], kind
 def predict_run(
     ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], tokens: int, rows: int, parallel: int = 1
 ) -> tuple[int, int, int]:
-    """Bytes of (kv, state, work) while `tokens` tokens are read in steps of `rows`.
+    """Predict the bytes of (kv, state, work) while `tokens` tokens are read in steps of `rows`.
 
     parallel  sequences of up to so many tokens, which share memory for one of them where the backend has a pool
     """
@@ -138,7 +138,7 @@ def predict_need(
 
 
 def most_tokens(fits: Callable[[int], bool], most: int) -> int:
-    """The most tokens up to `most` that fit; 1 where none do."""
+    """Find the largest number of tokens up to `most` that fits; 1 if none does."""
     if fits(most):
         return most
     low, high = 1, most
@@ -181,13 +181,13 @@ def what_fits(
 def rows_that_fit(
     ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], tokens: int, parallel: int = 1
 ) -> int:
-    """The rows of a prefill step with which `tokens` tokens fit beside loaded weights."""
+    """Find the rows of a prefill step with which `tokens` tokens fit beside loaded weights."""
     fits = what_fits(ops, config, layout, spec, parallel, SPARE_OF_ROWS)
     return most_rows(lambda rows: fits(tokens, rows), ops.prefill_rows)
 
 
 def most_rows(fits: Callable[[int], bool], most: int) -> int:
-    """The first of `most` rows, half of them, and so on to LEAST_ROWS that fits; LEAST_ROWS where none does."""
+    """Return the first of `most`, `most` / 2, ... down to LEAST_ROWS that fits; LEAST_ROWS if none does."""
     rows = most
     while rows > LEAST_ROWS and not fits(rows):
         rows //= 2
@@ -195,11 +195,11 @@ def most_rows(fits: Callable[[int], bool], most: int) -> int:
 
 
 def context_that_fits(ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], parallel: int = 1) -> int:
-    """The most tokens, up to those that a model was trained for, whose states and prompt fit beside loaded weights.
+    """Find the longest context, up to the trained one, whose states and prompt fit beside loaded weights.
 
     parallel  sequences, which share memory for the tokens of one
 
-    Raises BimetalError where LEAST_CONTEXT do not.
+    Raises BimetalError if LEAST_CONTEXT tokens do not fit.
     """
     fits_at = what_fits(ops, config, layout, spec, parallel)
 
@@ -220,7 +220,7 @@ def context_that_fits(ops: Ops, config: Any, layout: Layout, spec: Sequence[Laye
 def shared_that_fits(
     ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], tokens: int, parallel: int
 ) -> int:
-    """The most tokens that `parallel` sequences of up to `tokens` may hold together beside loaded weights."""
+    """Find how many tokens `parallel` sequences of up to `tokens` may hold together beside loaded weights."""
     fits = what_fits(ops, config, layout, spec, parallel)
     return max(tokens, most_tokens(lambda shared: fits(tokens, ops.prefill_rows, shared), parallel * tokens))
 

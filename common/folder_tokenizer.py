@@ -12,7 +12,7 @@ from common.files import check_regular
 
 
 def from_folder(folder: Path, config: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
-    """The package's tokenizer, and the other arguments of common.tokenizer.Tokenizer."""
+    """Read the package's tokenizer, and the other arguments of common.tokenizer.Tokenizer."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise BimetalError(f"{folder} has no tokenizer.json, the only form of tokenizer that is supported")
@@ -35,7 +35,7 @@ def from_folder(folder: Path, config: Mapping[str, Any]) -> tuple[Backend, dict[
         return [id for id in ids if isinstance(id, int)]
 
     bos, eos = declared("bos"), declared("eos")
-    # What the post-processor puts around a text is the file's own word on bos; an explicit setting overrides it.
+    # The post-processor shows whether a prompt begins with bos; an explicit setting overrides it.
     plain, full = backend.encode("a", add_special_tokens=False).ids, backend.encode("a").ids
     at = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
     prefix, suffix = full[:at], full[at + len(plain) :]

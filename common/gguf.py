@@ -1,4 +1,4 @@
-"""GGUF: header, metadata and tensor directory, memory-mapped; what the bytes mean is in `common/quants.py`.
+"""Read GGUF: header, metadata and tensor directory, memory-mapped; `common/quants.py` decodes the bytes.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every count, length and offset is checked against the
 file's size before anything of that size is made.
@@ -44,7 +44,7 @@ OTHER_TYPES = {
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The metadata and the tensors of one GGUF file of version 2 or 3.
+    """Read the metadata and the tensors of one GGUF file of version 2 or 3.
 
     Metadata arrays become lists. A tensor's shape is the file's list of dimensions reversed, so that the last axis is
     contiguous. Raises BimetalError for a file that is cut short, inconsistent or of an unsupported kind.

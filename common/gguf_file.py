@@ -47,7 +47,7 @@ def copied_keys(path: Path, default: Format) -> list[Key]:
 
 
 def copied_outputs(checkpoint: Checkpoint, weights: dict[str, Weight], choices: dict[str, Choice]) -> list[Output]:
-    """Every tensor of a GGUF checkpoint, in its order."""
+    """List every tensor of a GGUF checkpoint, in the order of the file."""
     outputs = []
     for name, tensor in checkpoint.tensors.items():
         if name in weights:
@@ -67,7 +67,7 @@ def converted(
     weights: dict[str, Weight],
     choices: dict[str, Choice],
 ) -> tuple[list[Key], list[Output]]:
-    """Metadata and tensors of a Hugging Face checkpoint; what the model does not run is left out."""
+    """Convert metadata and tensors of a Hugging Face checkpoint; parts that the model does not run are left out."""
     keys, divisors = gguf_keys(checkpoint, definition)
     file = stand_in(checkpoint, keys, divisors, layout.top.get("head") is None)
     written = definition.layout(definition.read_config(file), file)
@@ -98,7 +98,7 @@ def converted(
 
 
 def _experts(checkpoint: Checkpoint, source: Stored, target: Stored, part: int, parts: int) -> tuple[Tensor, ...]:
-    """The experts of a layer one by one, so that a part of them is in memory at a time; () where rows are reordered."""
+    """List the experts of a layer one by one, to hold few in memory; () if their rows are reordered."""
     tensors = tuple(checkpoint.tensors[name] for name in source.names)
     if source.fix or target.fix or len(source.shape) < 3:
         return ()
@@ -113,7 +113,7 @@ def _experts(checkpoint: Checkpoint, source: Stored, target: Stored, part: int, 
 
 
 def _load(checkpoint: Checkpoint, source: Stored, target: Stored, part: int, parts: int) -> Tensor:
-    """The weight in the order that GGUF stores it in: canonical, then what the loader will undo."""
+    """Load the weight in the order of rows of a GGUF file: canonical, then the inverse of the loader's fix."""
     tensor = canonical(checkpoint, source, unseen=True)
     for name in source.names if source.fix or len(source.names) > 1 else ():
         checkpoint.release(checkpoint.tensors[name])
@@ -125,7 +125,7 @@ def _load(checkpoint: Checkpoint, source: Stored, target: Stored, part: int, par
 
 
 def _inverse(fix: Fix, count: int) -> np.ndarray:
-    """The order of `count` rows that `fix`, which reorders rows, brings back into order."""
+    """Invert `fix`, which reorders rows: the order of `count` rows that it sorts."""
     numbers = np.arange(count, dtype="<i4")
     order = fix(Tensor("rows", "I32", (count, 1), numbers.view(np.uint8).reshape(count, 4))).data.view("<i4").ravel()
     return np.argsort(order)
@@ -135,7 +135,7 @@ def _inverse(fix: Fix, count: int) -> np.ndarray:
 
 
 def write_gguf(part: Path, keys: list[Key], outputs: Sequence[Output], default: Format, advance: Advance) -> None:
-    """Write the file into the folder `part`; tensors that are there already, whole, stay.
+    """Write the file into the folder `part`; tensors that it already has completely are kept.
 
     advance  is called with the number of bytes written, or found
     """
@@ -205,7 +205,7 @@ def _header(part: Path, keys: list[Key], outputs: Sequence[Output]) -> bytes:
 
 
 def _finished(path: Path, header: bytes, sizes: list[int]) -> int | None:
-    """The number of whole tensors in a file that an earlier run left, or None where it has not even the header."""
+    """Count the complete tensors in a file of an earlier run; None if even its header is incomplete."""
     if not path.is_file():
         return None
     with path.open("rb") as file:

@@ -1,6 +1,6 @@
 """GGUF metadata for a Hugging Face folder: the keys that llama.cpp's converter writes for the families listed here.
 
-Our own reading of the keys must give the configuration that config.json gave; else the model cannot be written.
+The configuration read back from the keys must equal that of config.json; otherwise nothing is written.
 """
 
 import json

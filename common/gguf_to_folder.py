@@ -1,6 +1,6 @@
-"""A GGUF file as the folder that mlx-lm reads: names, order of rows, config.json and the files of a tokenizer.
+"""Convert a GGUF file to a folder that mlx-lm reads: names, order of rows, config.json, files of a tokenizer.
 
-As in `common/gguf_file.py`, the model's own table says which tensors there are: once for the file, once for the folder.
+As in `common/gguf_file.py`, the model's own table lists the tensors: once for the file, once for the folder.
 """
 
 import json
@@ -51,7 +51,7 @@ def as_folder(
     weights: dict[str, Weight],
     choices: dict[str, Choice],
 ) -> Folder:
-    """The folder of a GGUF checkpoint. Raises BimetalError for families and settings that it cannot state."""
+    """Convert a GGUF checkpoint to a folder. Raises BimetalError for families and settings that it cannot state."""
     if family not in FAMILIES:
         raise BimetalError(
             f"{checkpoint.path} is a GGUF file of {family}, of which no MLX folder can be made; supported: "
@@ -127,7 +127,7 @@ def _config(checkpoint: Checkpoint, family: str, c: Any) -> dict[str, Any]:
 
 
 def _llama3(frequencies: np.ndarray, divisors: np.ndarray) -> dict[str, Any]:
-    """Llama 3's rule from the divisors that it gave, with a low_freq_factor of 1, as in all of its models.
+    """Recover Llama 3's rule from its divisors, with a low_freq_factor of 1, as in all of its models.
 
     A pair of frequency f is slowed by 1 / ((1 - s) / factor + s), where s = (original f / 2 pi - 1) / (high - 1), held
     within 0 and 1. Pairs with s between these give `original` and, if there are two, `high`, which is 4 in Llama 3.1.
@@ -153,7 +153,7 @@ def _llama3(frequencies: np.ndarray, divisors: np.ndarray) -> dict[str, Any]:
 
 
 def _check(checkpoint: Checkpoint, config: Any, read: Any) -> None:
-    """Refuse a model of which config.json would say something else."""
+    """Refuse a model whose config.json would not give this configuration."""
     for field in fields(config):
         ours, theirs = getattr(config, field.name), getattr(read, field.name)
         same = ours == theirs

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as Backend
 
 from common.errors import BimetalError
 
-# Pre-tokenizer patterns, as published in the models' tokenizer.json files. Qwen's files also normalize to NFC, which
-# llama.cpp does not; a tokenizer rebuilt from a GGUF follows llama.cpp, whose format that is.
+# Pre-tokenizer patterns, as published in the models' tokenizer.json files. Qwen's files also normalize to NFC;
+# llama.cpp does not, and a tokenizer rebuilt from a GGUF file follows llama.cpp.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
@@ -26,7 +26,7 @@ class _Pre:
     """Meaning of a `tokenizer.ggml.pre` name: patterns applied in order, each of which isolates its matches."""
 
     patterns: tuple[str, ...]
-    ignore_merges: bool = False  # a whole word that is in the vocabulary is one token, reachable by merges or not
+    ignore_merges: bool = False  # a word in the vocabulary is one token, even if merges do not produce it
     add_bos: bool = False  # when the file does not say
 
 

@@ -13,12 +13,12 @@ from common.errors import BimetalError, UsageError
 from common.guide import Guide
 from common.tokenizer import Tokenizer
 
-# White space of JSON is bounded: a model that writes nonsense would else write spaces to the end of the context.
+# White space of JSON is bounded: otherwise a weak model may write spaces to the end of the context.
 WHITE_SPACE = r"\n[ ]{0,24}|[ ]{1,2}"
 
 SCHEMA_ERROR = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: ")
 SHOWN = re.compile(r"<state>|\n +\d+ \| ")  # what llguidance shows after the words of an error
-OF, GUIDANCE = "$comment", "x-guidance"  # keys of a schema: what has it, and options of llguidance
+OF, GUIDANCE = "$comment", "x-guidance"  # keys of a schema: the name of its owner, and options of llguidance
 MOST_TRIES = 64  # of parts of a schema, of which one is at fault; each takes a millisecond
 
 
@@ -34,7 +34,7 @@ class SchemaError(UsageError):
 
 
 class Grammars:
-    """Makes guides for one tokenizer; what llguidance needs of it is found at the first use.
+    """Makes guides for one tokenizer; data for llguidance are computed at the first use.
 
     vocab  logits of the model, of which those beyond the tokenizer are never allowed
     """
@@ -68,7 +68,7 @@ class Grammars:
 
 
 def _matcher(known: Any, grammar: str) -> Any:
-    """Compile a grammar for the tokenizer `known`; raises UsageError for what llguidance does not parse at all."""
+    """Compile a grammar for the tokenizer `known`; raises UsageError if llguidance cannot parse it."""
     llguidance = _llguidance()
     try:
         return llguidance.LLMatcher(known, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
@@ -77,7 +77,7 @@ def _matcher(known: Any, grammar: str) -> Any:
 
 
 def _refusal(known: Any, grammar: str, error: str) -> UsageError:
-    """Put an error of llguidance about a grammar into one sentence; of a rule of `json_rule` with the place in it."""
+    """Put an error of llguidance about a grammar into one sentence; for a rule of `json_rule` with the place."""
     found = SCHEMA_ERROR.match(error)
     rule = grammar.split("\n")[int(found[1]) - 1] if found else ""
     if OF not in rule:
@@ -138,7 +138,7 @@ class _Words:
 
 
 class _Matched:
-    """A guide by a matcher of llguidance; raises UsageError where the grammar leads to a place without a next token."""
+    """A guide by a matcher of llguidance; raises UsageError if the grammar allows no next token."""
 
     def __init__(self, matcher: Any, vocab: int):
         self._matcher, self._vocab = matcher, vocab
@@ -170,7 +170,7 @@ def _words(error: str) -> str:
 def json_rule(name: str, schema: Any, of: str, lenient: bool = False) -> str:
     """A rule of a Lark grammar for JSON of a schema.
 
-    of       what has the schema, in words, for errors
+    of       owner of the schema, in words, for errors
     lenient  leave out keywords that llguidance does not know
     """
     options = {"whitespace_pattern": WHITE_SPACE, "lenient": lenient}

@@ -1,4 +1,4 @@
-"""Guides: they allow tokens before each choice of a reply, and receive each token that was chosen.
+"""Guides: before each token of a reply they mask the allowed ones, and then receive the chosen one.
 
 A decoder that drafts asks the same questions in the same order as plain decoding, because the sampler of a guided reply
 chooses on the host, row after row along the accepted path: the text is the same with every decoder.
@@ -25,12 +25,12 @@ class Guide(Protocol):
 
 
 class AfterReasoning:
-    """Leaves the reasoning free, ends it after `budget` tokens, and hands over to `inner` when it has ended.
+    """Leaves the reasoning unrestricted, ends it after `budget` tokens, and restricts the reply after it by `inner`.
 
     tokenizer  of the model, whose logits have `vocab` tokens
     tags       what opens and what closes the reasoning
     is_open    whether the prompt has opened the reasoning; else the reply may do so
-    inner      makes the guide of what follows; None: it is free
+    inner      makes the guide of the reply after the reasoning; None: it is unrestricted
     budget     most tokens of the reasoning, the closing tag not counted; None: any number
     spills     `spilling` of the closing tag; read where there is an `inner`
     """
@@ -104,9 +104,9 @@ class AfterReasoning:
 
 
 def spilling(tokenizer: Tokenizer, closing: str) -> dict[bytes, list[int]]:
-    """Find the tokens that would close a reasoning and begin the reply at once, unseen by the guide of the reply.
+    """Find the tokens that close the reasoning and begin the reply in one token, unseen by the guide of the reply.
 
-    Returns them by what the tag `closing` lacks. To read a vocabulary of 150,000 tokens takes half a second.
+    Returns them by the missing end of the tag `closing`. Takes half a second for 150,000 tokens.
     """
     tag = closing.encode()
     found: dict[bytes, list[int]] = {tag[n:]: [] for n in range(len(tag))}

@@ -39,7 +39,7 @@ def signs(name: str, group: int) -> np.ndarray:
 
 
 def group_of(dim: int) -> int:
-    """Values of a head of `dim` that are rotated together and share a norm; 0 where there is no transform."""
+    """Choose how many values of a head of `dim` are rotated together and share a norm; 0: no transform."""
     return next((group for group in GROUPS if dim % group == 0), 0)
 
 

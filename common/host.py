@@ -1,4 +1,4 @@
-"""Free and taken memory of the host, for every backend that computes in it."""
+"""Free and used memory of the host, for every backend that computes in it."""
 
 import os
 import resource
@@ -13,7 +13,7 @@ def peak_resident_bytes() -> int:
 
 
 def available_bytes() -> tuple[int, str]:
-    """Memory that a new program may take before the system swaps or ends one, and the source of that figure."""
+    """Return the bytes that a program may take before the system swaps or kills one, and the source of this figure."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "memory of this machine"

@@ -13,7 +13,7 @@ ALIGN = 256  # bytes of which the parts of an expert in a slot are multiples
 class HotExperts:
     """Budget of a mixture's experts in a GPU's memory; the other experts stay in the host's memory.
 
-    nbytes   slots, and the room through which prefill brings a layer
+    nbytes   slots, and the buffer through which prefill copies a layer
     used     experts per token
     profile  counts that say which experts are copied to slots at first; None: each layer's first ones
     """
@@ -29,7 +29,7 @@ class HotSizes:
 
     experts  of each layer
     sizes    bytes of an expert's slot in each layer, 0 where there are no experts
-    staging  bytes through which prefill brings a layer: its two stacks
+    staging  bytes of the buffer through which prefill copies a layer: its two stacks
     """
 
     experts: int
@@ -52,7 +52,7 @@ class HotSizes:
 
 
 def hot_sizes(stacks: Sequence[Sequence[int]], experts: int) -> HotSizes:
-    """The sizes for stacks of `experts` experts, given the bytes of a layer's stacks; () for a layer without."""
+    """Compute the sizes for stacks of `experts` experts from the bytes of each layer's stacks; (): it has none."""
     sizes = tuple(sum(-(-nbytes // experts // ALIGN) * ALIGN for nbytes in layer) for layer in stacks)
     staging = sum(max(parts) for parts in zip(*filter(None, stacks), strict=True))
     return HotSizes(experts, sizes, staging)

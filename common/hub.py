@@ -1,7 +1,7 @@
-"""Names of models to paths on this machine: a local path, the demo model, or a repository of the Hub.
+"""Resolve names of models to paths on this machine: a local path, the demo model, or a repository of the Hub.
 
 The cache, its location (HF_HOME), the token (HF_TOKEN), the mirror (HF_ENDPOINT) and the offline switch
-(HF_HUB_OFFLINE) are huggingface_hub's own, so a model that another tool has fetched is found here and the reverse.
+(HF_HUB_OFFLINE) are huggingface_hub's own, so that this program and other tools find each other's downloads.
 Cache layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
 """
 
@@ -42,19 +42,19 @@ NAME = re.compile(
 
 
 class HubUnavailableError(BimetalError):
-    """The repository cannot be asked, so a cached copy may serve."""
+    """The Hub cannot be reached; a cached copy may be used."""
 
 
 def resolve_model(name: str, *, progress: bool = True, revision: str | None = None) -> Path:
-    """The local path of the model `name`: a `.gguf` file (the first part of a split one) or a directory.
+    """Return the local path of the model `name`: a `.gguf` file (the first part of a split one) or a directory.
 
     name        an existing path (wins), "demo", "demo:QUANT", "demo-wedlm", "smollm2", "owner/repo",
                 "owner/repo:Q4_K_M" or "owner/repo/file.gguf"
     progress    show a bar on stderr while downloading, when that is a terminal
     revision    branch, tag or commit of the repository; its main branch by default
 
-    A repository is asked for its current commit; what the cache lacks of it is downloaded, continuing what an earlier
-    run has left. When it cannot be asked, a cached copy serves. Raises BimetalError.
+    The Hub is asked for the repository's current commit. Files missing in the cache are downloaded; an interrupted
+    download resumes. If the Hub cannot be reached, a cached copy is used. Raises BimetalError.
     """
     found = _local(name)
     if isinstance(found, Path):
@@ -143,7 +143,7 @@ def _resolve_repo(repo: str, file: str | None, quant: str | None, progress: bool
 
 
 def remote_listing(repo: str, revision: str | None) -> Listing:
-    """Ask the Hub what a repository holds; raises HubUnavailableError where a cached copy may serve."""
+    """Ask the Hub for the files of a repository; raises HubUnavailableError if a cached copy may be used."""
     check_endpoint()
     from huggingface_hub import HfApi, constants, is_offline_mode
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, RevisionNotFoundError
@@ -198,12 +198,12 @@ def _require_shards(snapshot: Path, paths: list[str], where: str) -> None:
 
 
 def _write_ref(storage: Path, revision: str, commit: str) -> None:
-    # Last of all, so that offline a branch leads to the newest commit that has arrived whole.
+    # Written last, so that offline a branch leads to the newest complete commit.
     ref = storage / "refs" / revision
     if revision == commit or (ref.is_file() and ref.read_text() == commit):
         return
     temporary = ref.with_name(f"{ref.name}.{os.getpid()}.tmp")
-    with suppress(OSError):  # a read-only cache that holds the model serves too
+    with suppress(OSError):  # a read-only cache that holds the model can be used too
         ref.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(commit)
         temporary.replace(ref)

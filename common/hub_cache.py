@@ -1,7 +1,6 @@
-"""The models that the Hugging Face cache holds: what each is called, its files, and their removal.
+"""The models in the Hugging Face cache: their names, files and removal.
 
-The cache is huggingface_hub's own, as in common/hub.py, so models that other tools have fetched are listed and removed
-like those fetched here.
+The cache is huggingface_hub's own, as in common/hub.py: models that other tools downloaded are listed and removed too.
 """
 
 import logging
@@ -50,7 +49,7 @@ def cache_folder() -> Path:
 
 
 def cached_models() -> list[CachedModel]:
-    """The models of the cache, by name. A repository's GGUF models are apart; its other files are one model."""
+    """List the models of the cache, by name. A repository's GGUF models count separately; its other files are one."""
     folder = cache_folder()
     if not folder.is_dir():
         return []
@@ -66,7 +65,7 @@ def cached_models() -> list[CachedModel]:
 
 
 def _scan(folder: Path) -> Any:
-    """huggingface_hub's account of the cache; folders that it calls corrupted are left out without a log line."""
+    """Scan the cache by huggingface_hub; folders that it calls corrupted are left out without a log line."""
     from huggingface_hub import scan_cache_dir
 
     logger = logging.getLogger("huggingface_hub")
@@ -109,7 +108,7 @@ def _model(name: str, repo: str, files: Iterable[Path], blobs: Iterable[Path], b
 
 
 def find_cached(name: str) -> list[CachedModel]:
-    """The models that `name` means: "owner/repo" all of its repository, any other name one. Raises BimetalError."""
+    """Find the models of a name: "owner/repo" all of its repository, any other name one. Raises BimetalError."""
     match = NAME.fullmatch(name)
     if match is None:
         raise BimetalError(f"{name!r} is not the name of a cached model; bimetal list shows them")
@@ -128,9 +127,9 @@ def find_cached(name: str) -> list[CachedModel]:
 
 
 def remove(models: list[CachedModel]) -> int:
-    """Remove models of one repository from the cache; the bytes that this frees. Raises BimetalError or OSError.
+    """Remove models of one repository from the cache; returns the bytes freed. Raises BimetalError or OSError.
 
-    The repository's folder goes with its last model. Blobs that other models share stay.
+    The repository's folder is removed with its last model. Blobs that other models share are kept.
     """
     folder = cache_folder()
     storage = folder / (PREFIX + models[0].repo.replace("/", "--"))

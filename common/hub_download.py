@@ -1,8 +1,7 @@
-"""Download of what huggingface_hub's cache lacks of a repository, whole and checked.
+"""Download the files of a repository that huggingface_hub's cache lacks, complete and checked.
 
-Files are fetched here, by plain HTTP ranges, to where huggingface_hub then finds them. Since its 1.18 that throws an
-interrupted download away (huggingface_hub#4228), and 19 of 20 GB is too much to fetch twice; and it takes a file's ETag
-for the name of the file to write, wherever that leads.
+Files are fetched by plain HTTP ranges into the cache, where huggingface_hub finds them. Its own download, since 1.18,
+discards an interrupted file (huggingface_hub#4228), and uses a file's ETag unchecked as the name of the file to write.
 """
 
 import errno
@@ -22,7 +21,7 @@ MAX_HTTP = 50_000_000_000  # bytes: the Hub serves no larger file over plain HTT
 
 
 def fetch(repo: str, storage: Path, listing: Listing, paths: list[str], progress: bool) -> None:
-    """Bring `paths` into the cache, whole and checked; after an error or Ctrl-C, resumable partials stay."""
+    """Download `paths` into the cache, complete and checked; after an error or Ctrl-C, partial files can be resumed."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
     from huggingface_hub.utils import WeakFileLock
@@ -62,7 +61,7 @@ def fetch(repo: str, storage: Path, listing: Listing, paths: list[str], progress
 
 
 def _drop_damaged(storage: Path, listing: Listing, paths: list[str]) -> None:
-    """Take out of the cache what has another size than on the hub; the start of a large file is continued."""
+    """Remove files of another size than on the Hub from the cache; the beginning of a large file is kept to resume."""
     for path in paths:
         file, blob = storage / "snapshots" / listing.commit / path, storage / "blobs" / listing.hashes[path]
         partial = _partial(blob)

@@ -27,9 +27,9 @@ BESIDE_WEIGHTS = (
 def choose_files(
     files: Collection[str], where: str, file: str | None = None, quant: str | None = None
 ) -> tuple[list[str], str]:
-    """The paths to take from a repository that holds `files`, and the one to open ("" for the whole directory).
+    """Choose the paths to take from a repository that holds `files`, and the one to open ("" for the whole directory).
 
-    `where` is what a refusal calls the repository. Without `file` and `quant`, safetensors come before GGUF.
+    `where` names the repository in errors. Without `file` and `quant`, safetensors come before GGUF.
     """
     if file is None and quant is None and (paths := _safetensors(files)):
         return paths, ""

@@ -69,7 +69,7 @@ def _fetch_header(repo: str, path: str, listing: Listing, target: Path) -> None:
                 if _is_whole(target, have):
                     return
                 if complaint and complaint == previous:  # one about a missing end names the size, which has grown
-                    return  # whoever opens it will hear it
+                    return  # whoever opens the file will get this error
                 check *= 2
     if have < size:
         raise BimetalError(f"{path} of {repo} ends before its {size} bytes")
@@ -94,7 +94,7 @@ def _is_whole(file: Path, have: int) -> bool:
         tensors = read_gguf(file)[1] if file.suffix == ".gguf" else {}
     except BimetalError:
         return False
-    # the hole reads as zeros, which could pass for a last key or tensor, but not for one that ends before it
+    # the zeros of the hole may pass for a last key or tensor: the header must end before the hole
     return bool(tensors) and min(_offset(tensor.data) for tensor in tensors.values()) <= have
 
 

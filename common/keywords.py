@@ -55,7 +55,7 @@ def takes_options(
 
 
 def with_keywords(options: type[Options], function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function like `function`, with the fields of `options` as keyword arguments in its last parameter's place.
+    """Return `function` with the fields of `options` as keyword arguments in place of its last parameter.
 
     An unknown name is a TypeError that names the nearest option. An option that is not given, or None, takes the value
     in `recommended_options` of the object that the function is a method of, where there is one.
@@ -97,7 +97,7 @@ def with_keywords(options: type[Options], function: Callable[..., Any]) -> Calla
 
 
 def describe(options: type[Options]) -> str:
-    """The options with their meanings, a paragraph each, for a docstring."""
+    """Describe the options, a paragraph each, for a docstring."""
     width = max(len(f.name) for f in fields(options)) + 2
     return "\n".join(
         textwrap.fill(f"{f.name:{width}}{f.metadata['meaning']}", 110, subsequent_indent=" " * width)

@@ -1,4 +1,4 @@
-"""Options of KV cache compression, and the storage specs that follow from them."""
+"""Options of KV cache compression, and the storage specs that they give."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ LADDER = ((NATIVE, NATIVE), ("q8_0", "q8_0"), ("q8_0", "lm4"), ("lm4", "lm4"), (
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Options of the KV cache; None is the default of the formats.
+    """Options of the KV cache; None is the formats' default.
 
     keys, values   names of FORMATS, or NATIVE: the backend's own float type
     rotate_keys    by default, keys below 8 bits are rotated
@@ -62,7 +62,7 @@ def is_auto(choice: CacheChoice) -> bool:
 
 
 def options_of(choice: CacheChoice, pair: tuple[str, str] = (NATIVE, NATIVE)) -> CacheOptions:
-    """Complete a person's choices; `pair` stands for formats that were not chosen."""
+    """Complete the chosen options; `pair` replaces formats that were not chosen."""
     if choice.kv in SHORTHANDS and choice.cache_type_k and choice.cache_type_v:
         raise UsageError(
             f"kv {choice.kv} stands for both formats, and cache_type_k {choice.cache_type_k} and cache_type_v "
@@ -87,7 +87,7 @@ def bits_of(format_: str) -> int:
 
 
 def packed(spec: Sequence[LayerSpec], options: CacheOptions) -> list[LayerSpec]:
-    """The specs of a model's layers with their caches in the chosen formats.
+    """Return the specs of a model's layers with their caches in the chosen formats.
 
     A windowed cache holds few rows: its keys are at least q8_0, and nothing is kept beside them. A latent row is key
     and value at once: its compressed part takes the format of the keys, its roped part stays in the backend's own type.
@@ -157,7 +157,7 @@ def _within_window(s: KVSpec) -> KVSpec:
 
 
 def with_window(s: KVSpec, window: int, sinks: int) -> KVSpec:
-    """`s` with the first `sinks` tokens and the last `window` alone."""
+    """Return `s` bounded to the first `sinks` tokens and the last `window`."""
     return _within_window(replace(s, window=window, sinks=sinks))
 
 

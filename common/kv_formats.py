@@ -1,4 +1,4 @@
-"""Formats of KV caches: what each stores of a head's vector, as encode and decode in NumPy.
+"""Formats of KV caches: encode and decode a head's vector in NumPy.
 
 A vector of one token and one head is cut into groups, and each group becomes a block of bytes. Nothing is shared
 between tokens: rows can be appended, moved and dropped. Arithmetic is float32 in a stated order, so that the codes of a
@@ -119,7 +119,7 @@ def _inverse(d: np.ndarray) -> np.ndarray:
 
 
 def _codes(x: np.ndarray, most: int) -> np.ndarray:
-    """x >= 0, truncated, at most `most`; where x is NaN the code is 0, and the block's scale is NaN."""
+    """Truncate x >= 0 to codes up to `most`; where x is NaN the code is 0, and the block's scale is NaN."""
     return np.minimum(np.nan_to_num(x, nan=0, posinf=most), most).astype(np.uint8)
 
 
@@ -171,7 +171,7 @@ def _from_ggml(b: np.ndarray, name: str) -> np.ndarray:
 
 
 def norms(x: np.ndarray) -> np.ndarray:
-    """sqrt of the sum of squares of each group, (..., group) -> (...), added as a kernel of 32 lanes adds."""
+    """Compute sqrt of the sum of squares of each group, (..., group) -> (...), in the order of a kernel of 32 lanes."""
     squares = np.square(_split(x, x.shape[-1] // LANES))
     total = squares[..., 0]
     for i in range(1, squares.shape[-1]):
@@ -182,13 +182,13 @@ def norms(x: np.ndarray) -> np.ndarray:
 
 
 def _unit(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The norms of groups, and the groups over them; a group of norm 0 stays."""
+    """Return the norms of groups, and the groups divided by them; a group of norm 0 stays 0."""
     n = norms(groups)
     return n, groups * _inverse(n)[..., None]
 
 
 def _indices(unit: np.ndarray, name: str) -> np.ndarray:
-    """The code of every number: how many boundaries are at most it."""
+    """Compute the code of every number: the count of boundaries at or below it."""
     return np.searchsorted(table(name, unit.shape[-1])[1], unit, side="right").astype(np.uint8)
 
 
@@ -207,7 +207,7 @@ def _unpacked_codes(b: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _lloyd_max(x: np.ndarray, name: str, bits: int) -> np.ndarray:
-    """A scale that keeps the group's norm, then its codes. `x` is rotated already."""
+    """Encode rotated `x`: a scale that keeps the group's norm, then its codes."""
     groups = _split(x, group_of(x.shape[-1]))
     n, unit = _unit(groups)
     codes = _indices(unit, name)
@@ -279,7 +279,7 @@ class Format:
         return dim // group * size
 
     def encode(self, x: np.ndarray) -> np.ndarray:
-        """float32 (..., dim) -> uint8 (..., row_bytes(dim)). NaN in a vector makes a scale of it NaN."""
+        """float32 (..., dim) -> uint8 (..., row_bytes(dim)). NaN in a vector makes one of its scales NaN."""
         size = self.row_bytes(x.shape[-1])
         with np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ignore"):
             blocks = self._encode(np.ascontiguousarray(x, np.float32))

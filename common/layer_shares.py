@@ -1,4 +1,4 @@
-"""Division of a model's layers among machines."""
+"""Divide a model's layers among machines."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,7 +7,7 @@ from common.errors import BimetalError
 
 
 def share_layers(sizes: Sequence[int], memory: Sequence[int]) -> list[range]:
-    """Divide layers among machines, in order, at least one each, so that the fullest is as little filled as possible.
+    """Divide layers among machines, in order, at least one each, so that the fullest machine is filled least.
 
     sizes   bytes of each layer
     memory  bytes of each machine

@@ -1,13 +1,13 @@
-"""Prediction for several machines: tokens per second and the time to the first token, by how they share a model.
+"""Predict tokens per second and the time to the first token for each way to share a model among machines.
 
-One machine takes read / bandwidth + step for a token: what it reads, and what does not shrink with the bytes (launches,
-attention, waits). An exchange of b bytes among n machines takes latency + 2 (n - 1) / n x b / bandwidth of the link.
+One machine takes read / bandwidth + step for a token; `step` does not depend on the bytes read (launches, attention,
+waits). An exchange of b bytes among n machines takes latency + 2 (n - 1) / n x b / bandwidth of the link.
 
 replicas  each machine has the whole model: the step of one machine, n replies at once
-pipeline  layers shared: the sum over machines of its share of a step, and n passes of a row; replies take turns, or on
-          GPUs of one machine are computed n at once
-tensor    every layer shared: what one rank reads, the whole of `step`, and two exchanges per layer; on GPUs of one
-          machine the head is divided too, and a token's logits are gathered
+pipeline  layers shared: the sum over machines of their shares of a step, and n transfers of a row; one reply at a time,
+          or on GPUs of one machine n at once
+tensor    every layer shared: the reads of one rank, all of `step`, and two exchanges per layer; on GPUs of one machine
+          the head is divided too, and a token's logits are gathered
 experts   experts shared, all else on each: the busiest machine's experts, all else, and one exchange per layer
 """
 
@@ -26,7 +26,7 @@ from common.errors import BimetalError, UsageError, shown
 from common.layer_shares import share_layers
 
 CHUNK = 512  # rows of a prompt's step
-ITEM = 4  # bytes of a number that travels
+ITEM = 4  # bytes of a number that is sent
 
 
 @dataclass(frozen=True)
@@ -146,17 +146,17 @@ def _finite(value: Any, name: str) -> float:
 
 
 def exchange(link: Link, machines: int, size: float) -> float:
-    """Seconds in which all machines have the sum of their `size` bytes."""
+    """Compute the seconds of a sum over all machines of `size` bytes each."""
     return link.latency + 2 * (machines - 1) / machines * size / link.bandwidth
 
 
 def step_time(host: Host, work: Work, share: float = 1.0) -> float:
-    """Seconds of a share of a decoding step on one machine."""
+    """Compute the seconds of a share of a decoding step on one machine."""
     return share * ((work.read + work.experts) / host.bandwidth + host.step)
 
 
 def ways(hosts: Sequence[Host], link: Link, work: Work, part: Work | None, prompt: int) -> list[Way]:
-    """The ways in which the model fits, the fastest for one reply first; raises UsageError where it fits in none.
+    """List the ways in which the model fits, the fastest for one reply first; raises UsageError if there is none.
 
     part    what each rank of tensor parallel over all hosts needs; None: they cannot share heads and channels equally
     prompt  tokens before the first one of the reply
@@ -217,7 +217,7 @@ def _tensor(hosts: Sequence[Host], link: Link, part: Work, prompt: int) -> Way |
 
 
 def _experts(hosts: Sequence[Host], link: Link, work: Work, prompt: int) -> Way | None:
-    """Experts whole, each on one machine; all else on every machine."""
+    """Predict expert parallelism: each expert on one machine; all else on every machine."""
     n, layers = len(hosts), len(work.held)
     if any(host.memory < sum(work.held) / n + work.read for host in hosts):
         return None
@@ -235,7 +235,7 @@ def _experts(hosts: Sequence[Host], link: Link, work: Work, prompt: int) -> Way 
 
 @cache
 def busiest_share(chosen: int, machines: int) -> float:
-    """Mean share of a token's experts on the machine that has most of them, if machines are chosen alike."""
+    """Compute the mean share of a token's experts on the machine with most of them, if all are equally probable."""
     drawn = np.random.default_rng(0).multinomial(chosen, [1 / machines] * machines, size=20_000)
     return float(drawn.max(axis=1).mean() / chosen)
 

@@ -1,4 +1,4 @@
-"""Writing a model as MLX stores it: a folder of safetensors shards that mlx-lm and our loader read.
+"""Write a model as MLX stores it: a folder of safetensors shards that mlx-lm and our loader read.
 
 A quantized matrix is three tensors, `X.weight` (uint32 words), `X.scales` and, for affine groups, `X.biases`;
 config.json has the settings under "quantization", with an entry for every module that differs from the rest.
@@ -32,7 +32,7 @@ Entry = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, bytes
 def folder_outputs(
     checkpoint: Checkpoint, layout: Layout, weights: dict[str, Weight], choices: dict[str, Choice]
 ) -> list[Output]:
-    """Every tensor of a safetensors checkpoint as the folder will have it, in the order of the files."""
+    """List every tensor of a safetensors checkpoint as the folder will store it, in the order of the files."""
     outputs, split = [], _split(layout)
     for name, tensor in checkpoint.tensors.items():
         new_name = _mlx_name(checkpoint, name)
@@ -63,7 +63,7 @@ def _split(layout: Layout) -> dict[str, list[tuple[str, Stored]]]:
 
 
 def _part(checkpoint: Checkpoint, name: str, weight: Weight, format: Format, module: str, stored: Stored) -> Output:
-    """One module of a tensor that is split; in float where its rows are no multiple of the group."""
+    """Cut one module out of a tensor that is split; in float if its rows are no multiple of the group."""
     type_, width = float_type(weight.tensor), stored.shape[-1]
     why = f"rows of {width} are no multiple of {format.unit}" if width % format.unit else ""
     plain = Format(type_ if type_ in FLOAT_TYPES else "F32")
@@ -73,7 +73,7 @@ def _part(checkpoint: Checkpoint, name: str, weight: Weight, format: Format, mod
 
 
 def _stacked(checkpoint: Checkpoint, name: str, weight: Weight, choice: Choice) -> Output:
-    """The experts of a layer, one tensor each, as the one module that mlx-lm has."""
+    """Stack the experts of a layer, one tensor each, to the one module of mlx-lm."""
     tensors = tuple(checkpoint.tensors[each] for each in weight.stored.names)
     first, *others = tensors
     for other in others:
@@ -87,7 +87,7 @@ def _stacked(checkpoint: Checkpoint, name: str, weight: Weight, choice: Choice) 
 
 
 def _mlx_name(checkpoint: Checkpoint, name: str) -> str:
-    """The name under which mlx-lm has a tensor: Qwen3.5's text model is `language_model` there."""
+    """Return mlx-lm's name of a tensor: Qwen3.5's text model is `language_model` there."""
     if not str(checkpoint.config.get("model_type")).startswith("qwen3_5") or name.startswith("language_model."):
         return name
     if name.startswith("model.language_model."):
@@ -98,7 +98,7 @@ def _mlx_name(checkpoint: Checkpoint, name: str) -> str:
 
 
 def _as_modules(name: str, tensor: Tensor, format: Format | None) -> list[tuple[str, Tensor]]:
-    """A stack of experts that is no module of its own (`experts.gate_up_proj`), as the modules that mlx-lm has."""
+    """Divide a fused stack of experts (`experts.gate_up_proj`) into the modules of mlx-lm."""
     stem, _, leaf = name.rpartition(".experts.")
     if format is None or name.endswith(".weight") or not stem or len(tensor.shape) != 3:
         return [(name, tensor)]
@@ -114,7 +114,7 @@ def _as_modules(name: str, tensor: Tensor, format: Format | None) -> list[tuple[
 
 
 def write_shards(part: Path, outputs: Sequence[Output], shard_bytes: int, advance: Advance) -> None:
-    """Write the weights into `part`, which keeps its marker; shards that are there already stay.
+    """Write the weights into `part`, which keeps its marker; complete shards of an earlier run are kept.
 
     advance  is called with the number of bytes written, or found
     """
@@ -201,7 +201,7 @@ def _entries(output: Output) -> list[Entry]:
 
 
 def _write_shard(path: Path, outputs: Sequence[Output], advance: Advance) -> None:
-    """One safetensors file, written beside its place and renamed once the disk has it."""
+    """Write one safetensors file under another name, and rename it once it is on the disk."""
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     end = 0
     starts: list[list[int]] = []

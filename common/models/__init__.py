@@ -36,8 +36,8 @@ ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config
 }
 
 
-PARTS = 4  # most into which the layers of a prompt's step are divided
-DIVIDED_ROWS = 257  # fewest rows of a step that is divided: shorter ones take little more time than a step of decoding
+PARTS = 4  # most parts into which the layers of a prefill step are divided
+DIVIDED_ROWS = 257  # fewest rows of a step that is divided: one of fewer rows takes little longer than a decoding step
 KIND_KEYS = ("architectures", "general.architecture", "speculators_model_type")  # that name the kind of a draft
 DRAFTS = ("dflash", "dspark", "eagle3")  # marks of drafts, some of which have a model's model_type
 
@@ -54,7 +54,7 @@ def is_wide(checkpoint: Checkpoint) -> bool:
 
 
 def architecture(checkpoint: Checkpoint) -> tuple[str, ModuleType]:
-    """The checkpoint's architecture and the module that defines it; raises BimetalError for others and for drafts."""
+    """Return the checkpoint's architecture and the module that defines it; raises BimetalError for others and drafts."""
     name = checkpoint.config.get(_name_key(checkpoint))
     if any(mark in kind_of(checkpoint) for mark in DRAFTS):
         raise BimetalError(f"{checkpoint.path} is a draft; name its model, and this as the draft")
@@ -65,12 +65,12 @@ def architecture(checkpoint: Checkpoint) -> tuple[str, ModuleType]:
 
 
 def kind_of(checkpoint: Checkpoint) -> str:
-    """The names in a checkpoint's configuration by which drafts are told from models, in lower case."""
+    """List the names in a checkpoint's configuration that distinguish drafts from models, in lower case."""
     return " ".join(str(checkpoint.config.get(key, "")) for key in KIND_KEYS).lower()
 
 
 def rank_config(definition: ModuleType, checkpoint: Checkpoint, ranks: Ranks) -> Any:
-    """The checkpoint's configuration with the heads and channels that one of `ranks` computes.
+    """Read the checkpoint's configuration with the heads and channels that one of `ranks` computes.
 
     The layout and the state specification of such a configuration are this rank's too. Raises BimetalError where heads
     or channels cannot be shared equally.
@@ -107,7 +107,7 @@ class Model:
 
     @cached_property
     def step_bytes(self) -> int:
-        """Weight bytes that decoding one token reads: all but an untied embedding's table, and the chosen experts."""
+        """Count the weight bytes that one decoded token reads: all but an untied embedding; of experts the chosen ones."""
         total = 0.0
         for table, handles in zip(
             (self.layout.top, *self.layout.layers), (self.weights, *self.weights.layers), strict=True
@@ -139,11 +139,11 @@ class Model:
 
     @property
     def sequence_spec(self) -> list[LayerSpec]:
-        """All that a state stores: each layer of the model, and of a pair each layer of the draft after these."""
+        """List what a state stores: of each layer of the model, and then of each layer of a draft."""
         return self.state_spec
 
     def forward(self, state: State, step: Step, rows: slice = slice(None)) -> Array:
-        """The logits (n, vocab) of `rows` of the step; commits nothing."""
+        """Compute the logits (n, vocab) of `rows` of the step; commits nothing."""
         if rows == slice(None):
             return self.ops.run(self._every_row, state, step)
         T = len(step)
@@ -159,7 +159,7 @@ class Model:
     def forward_in_parts(self, state: State, step: Step, rows: slice) -> Generator[None, None, Array]:
         """Compute what `forward` returns in parts of consecutive layers; yields between them.
 
-        Other sequences may run steps meanwhile. A step that is not finished has changed nothing that another one sees.
+        Other sequences may run steps in between: an unfinished step has changed nothing that they read.
         """
         if not self.divides(len(step)):
             return self.forward(state, step, rows)
@@ -181,7 +181,7 @@ class Model:
 
     @cached_property
     def _parts(self) -> list[Any]:
-        """Compute the parts of a long step, a function each; of the last part two, without logits and with a row's."""
+        """Build one function for each part of a long step, and two for the last part: without logits, and with one row's."""
         layers = self.layer_parts
         last = [Repeated(self._part, rows=rows, layers=layers[-1]) for rows in (slice(0, 0), slice(-1, None))]
         return [*(Repeated(self._part, rows=slice(None), layers=each) for each in layers[:-1]), last]
@@ -203,7 +203,7 @@ class Model:
 
     @cached_property
     def prompt_rows(self) -> int:
-        """Number of which the rows of each long step should be a multiple, so that few numbers of rows occur."""
+        """Number of which the rows of each long step should be a multiple, so that few sizes of steps occur."""
         return self.ops.prompt_rows(self.state_spec) if self.repeats else 1
 
     def _logits(self, state: State, step: Step, rows: slice) -> Array:
