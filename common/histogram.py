@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Histogram:
-    """Counts of values by upper bound; the last count is of those above all bounds. One thread observes, any may read."""
+    """Counts of values by upper bound; the last one counts those above all bounds. One thread observes, any reads."""
 
     bounds: Sequence[float]
     counts: list[int] = field(default_factory=list)

@@ -54,7 +54,7 @@ def is_wide(checkpoint: Checkpoint) -> bool:
 
 
 def architecture(checkpoint: Checkpoint) -> tuple[str, ModuleType]:
-    """Return the checkpoint's architecture and the module that defines it; raises BimetalError for others and drafts."""
+    """Return the architecture and the module that defines it; raises BimetalError for drafts and unknown ones."""
     name = checkpoint.config.get(_name_key(checkpoint))
     if any(mark in kind_of(checkpoint) for mark in DRAFTS):
         raise BimetalError(f"{checkpoint.path} is a draft; name its model, and this as the draft")
@@ -107,7 +107,7 @@ class Model:
 
     @cached_property
     def step_bytes(self) -> int:
-        """Count the weight bytes that one decoded token reads: all but an untied embedding; of experts the chosen ones."""
+        """Count the weight bytes that one decoded token reads: all but an untied embedding; of experts, chosen ones."""
         total = 0.0
         for table, handles in zip(
             (self.layout.top, *self.layout.layers), (self.weights, *self.weights.layers), strict=True
@@ -181,7 +181,7 @@ class Model:
 
     @cached_property
     def _parts(self) -> list[Any]:
-        """Build one function for each part of a long step, and two for the last part: without logits, and with one row's."""
+        """Build one function for each part of a long step, and two for the last: without logits, and with one row's."""
         layers = self.layer_parts
         last = [Repeated(self._part, rows=rows, layers=layers[-1]) for rows in (slice(0, 0), slice(-1, None))]
         return [*(Repeated(self._part, rows=slice(None), layers=each) for each in layers[:-1]), last]
