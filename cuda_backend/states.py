@@ -232,11 +232,11 @@ class CudaState(State):
 
     def commit(self, path: Sequence[int] | np.ndarray) -> None:
         kept = path.tolist() if isinstance(path, np.ndarray) else list(path)  # numbers, which take less than arrays
-        pool, slot = self.pool, self.slot
+        pool, slot, count = self.pool, self.slot, len(kept)
         for store in pool.stores:
             store.commit(slot, kept)
-        self._note_long(len(kept))
-        pool.set_length(slot, pool.lengths[slot] + len(kept))
+        self._note_long(count)
+        pool.set_length(slot, pool.lengths[slot] + count)
 
     @property
     def saving(self) -> tuple[int, int | None]:
