@@ -14,7 +14,7 @@ NUMBERS = {
     *("context", "prompt_tokens", "new_tokens", "runs", "prefill_tps", "decode_tps_median", "decode_tps_min"),
     *("decode_tps_max", "gb_per_s", "accept_len", "peak_gb"),
 }
-KEY = ("commit", "machine", "versions", "model", "decoder", "context", "prompt_tokens", "new_tokens")
+KEY = ("commit", "machine", "versions", "model", "kv", "decoder", "context", "prompt_tokens", "new_tokens")
 MOST_BYTES = 100_000  # baselines fit; a diary of variants does not: its facts belong into a kernel's Tried paragraph
 
 

@@ -37,7 +37,7 @@ def test_before_the_target_s_weights(kind, target, tmp_path, capsys):
         generate.load(target, draft=draft, backend="numpy")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "hello"}))
-    for job in (["--spec", str(prompts)], ["--streams", "1"]):
+    for job in (["--spec-prompts", str(prompts)], ["--streams", "1"]):
         assert main(["bench", "-m", str(target), "--backend", "numpy", *job, "--draft", str(draft)]) == 1
         assert KINDS[kind] in capsys.readouterr().err
 
