@@ -103,7 +103,7 @@ def packed(spec: Sequence[LayerSpec], options: CacheOptions) -> list[LayerSpec]:
 
 
 def _widened(options: CacheOptions) -> CacheOptions:
-    """Both axes in at least 8 bits."""
+    """Widen keys and values to at least 8 bits."""
     keys, values = (BOUNDARY if bits_of(f) < WHOLE else f for f in (options.keys, options.values))
     return replace(options, keys=keys, values=values)
 

@@ -1,9 +1,9 @@
-"""The op contract: what a model asks of a backend.
+"""The op contract between models and backends.
 
 Models are plain functions over an `Ops`; they reshape and slice arrays, and leave arithmetic to these methods. The
 meaning of each op is its NumPy form in `common/reference.py`. Required ops are abstract, so that a backend that lacks
 one cannot be built. Composed ops have a default here, which a backend overrides where a benchmark shows a gain. What
-loaders and the engine ask of a backend is its base class (common/backend.py).
+loaders and the engine call is its base class (common/backend.py).
 """
 
 from abc import abstractmethod
@@ -328,7 +328,7 @@ class Ops(Backend):
     def delta_mixer(self, x: DeltaInputs, w: DeltaWeights, key_heads: int, conv: Any, delta: Any, step: Step) -> Array:
         """Apply convolution, gated delta rule and gated norm to the rows x -> (T, Hv, Dv)
 
-        The states are written at the latest when an op takes the result.
+        The states are written when an op takes the result, or earlier.
         """
         T, Hv, Dv = x.z.shape
         keys = (x.qkv.shape[1] - Hv * Dv) // 2

@@ -197,7 +197,7 @@ class CacheChoice(Options):
     )
     kv_calibration: int | None = option(
         None,
-        rules.none_or(64),  # of fewer, a channel's scale would be a matter of chance
+        rules.none_or(64),  # a scale measured on fewer tokens would be noise
         "first tokens whose keys and queries give each channel's mean and scale for the keys after them; the tokens "
         "stay exact. 0: keys are encoded as they are. None: 512 where keys are below 8 bits",
     )
@@ -274,7 +274,7 @@ class ExpertChoice(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixChoice(Options):
-    """Options of the prefix cache, by which a prompt that begins as an earlier one is not read twice."""
+    """Options of the prefix cache: the common beginning of two prompts is read once."""
 
     cache_memory: int | str | None = option(
         None,

@@ -1,4 +1,4 @@
-"""Output of a quantization run: tensors that are read, encoded and written a few rows at a time, and restarts.
+"""Output of a quantization run: tensors are read, encoded and written a few rows at a time, and runs can resume.
 
 A run works in a folder beside its result. The folder holds a marker until the result is whole, so that nothing loads a
 part of a model, and the same command resumes a stopped run.
@@ -30,9 +30,9 @@ class Output:
     shape   logical
     type    of the values that `load` returns
     format  what they are encoded in, or None for a copy
-    why     a matrix is a copy
+    why     reason why a matrix is copied
     load    returns the tensor; only then is it read
-    stack   the tensors that follow one another in it, where it is written by parts; of a copy, `load` returns the first
+    stack   its consecutive tensors, if it is written in parts; of a copy, `load` returns the first
     """
 
     name: str
@@ -106,7 +106,7 @@ def check_place(out: Path, source: Path) -> None:
 
 
 def check_space(part: Path, needed: int) -> None:
-    """Refuse to begin what the disk cannot hold; bytes already in `part` count."""
+    """Refuse an output that the disk cannot hold; bytes already in `part` count."""
     check_room(part.parent, needed, sum(file.stat().st_size for file in part.iterdir()))
 
 
@@ -121,7 +121,7 @@ def check_room(folder: Path, needed: int, held: int = 0) -> None:
 
 
 def _fingerprint(source: Checkpoint) -> list[Any]:
-    """Hash names, sizes and times of a source's files, so that a change is noticed."""
+    """Hash names, sizes and times of a source's files, to detect a change."""
     path = source.path
     files = files_of(path) if path.is_file() else [*sorted(path.glob("*.safetensors")), path / "config.json"]
     return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]

@@ -1,4 +1,4 @@
-"""Perplexity of a model over a text, and how far its distributions are from a reference's.
+"""Measure the perplexity of a model over a text, and the KL divergence of its distributions from a reference's.
 
 The convention is that of llama.cpp's `llama-perplexity`: the text is cut into windows of N tokens, each is read from an
 empty state, and its second half is scored, so that every scored token has at least N // 2 tokens before it. A window
@@ -28,7 +28,7 @@ MIN_WINDOW = 4
 STEP_ROWS = 512  # rows that a model reads at once
 STEP_LOGITS = 1 << 25  # logits that it returns at once: 128 MiB of float32
 BLOCK_LOGITS = 1 << 22  # log-probabilities compared at once: 32 MiB of float64
-CODE_NATS = 32 / 65535  # a saved log-probability counts these below its row's best; the last code is e^-32
+CODE_NATS = 32 / 65535  # unit of a saved log-probability, below its row's best; the last code is e^-32
 
 
 class LanguageModel(Protocol):
@@ -45,8 +45,8 @@ class LanguageModel(Protocol):
 class Block(NamedTuple):
     """n scored rows.
 
-    targets   (n,) int32: the tokens that came
-    logprobs  (n, vocab) float64: natural log-probabilities before they came
+    targets   (n,) int32: the actual tokens
+    logprobs  (n, vocab) float64: natural log-probabilities before them
     best      (n,) int32: the most probable tokens
     """
 
@@ -93,9 +93,9 @@ class Result:
 
 
 def cut_windows(ids: Sequence[int], size: int, bos: int | None = None) -> np.ndarray:
-    """The whole windows of a text's token ids: (windows, size) int32.
+    """Cut a text's token ids into complete windows: (windows, size) int32.
 
-    bos  begins the text, and replaces the first token of every window
+    bos  is put before the text, and replaces the first token of every window
     """
     if size < MIN_WINDOW:
         raise UsageError(
@@ -126,7 +126,7 @@ def scored_targets(windows: np.ndarray) -> np.ndarray:
 
 
 def score(model: LanguageModel, windows: np.ndarray) -> Iterator[Block]:
-    """Read the windows (W, N); their scored rows in order. Raises BimetalError where logits are not finite."""
+    """Read the windows (W, N) and yield their scored rows, in order. Raises BimetalError for NaN and infinite logits."""
     vocab, size = model.config.vocab, windows.shape[1]
     if windows.min() < 0 or windows.max() >= vocab:
         raise BimetalError(f"token id {windows.max()} of the text is outside the model's vocabulary of {vocab}")
@@ -174,7 +174,7 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def measure(blocks: Iterable[Block], reference: Iterable[Block] | None = None) -> Result:
-    """The figures over all blocks; `reference` gives blocks of the same rows, in the same or other sizes."""
+    """Compute the figures over all blocks; `reference` yields blocks of the same rows, of the same or other sizes."""
     nll, nll_reference, kl, same = [], [], [], []
     others = _Rows(reference) if reference is not None else None
     for block in blocks:
@@ -256,7 +256,7 @@ class Saved:
 
 
 def save(path: Path, model: str, windows: np.ndarray, vocab: int, blocks: Iterable[Block]) -> Iterator[Block]:
-    """Pass `blocks` on, and leave a reference file at `path` once all have passed; BimetalError if the disk is full."""
+    """Yield `blocks` unchanged, and write them to a reference file at `path`; BimetalError if the disk is full."""
     rows = windows.shape[0] * len(range(*scored_rows(windows.shape[1]).indices(windows.shape[1])))
     name = np.frombuffer(model.encode(), np.uint8)
     entries = {  # the widest items first, so that all are aligned
@@ -293,7 +293,7 @@ def save(path: Path, model: str, windows: np.ndarray, vocab: int, blocks: Iterab
 
 
 def open_saved(path: Path) -> Saved:
-    """The reference file at `path`; raises BimetalError if it is none."""
+    """Open the reference file at `path`; raises BimetalError for another file."""
     tensors = read_safetensors(path)
     if set(tensors) != {"windows", "best", "codes", "model"}:
         raise BimetalError(f"{path} is not a saved reference: it has tensors {', '.join(sorted(tensors)[:5])}")

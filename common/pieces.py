@@ -1,4 +1,4 @@
-"""Pieces of a reply as an engine gives them, log-probabilities and, at the end, statistics."""
+"""Pieces of a reply as the engine returns them, log-probabilities and, at the end, statistics."""
 
 from dataclasses import dataclass, field
 
@@ -40,7 +40,7 @@ class Stats:
     step_bytes: int  # weight bytes read per decoded token
     state_bytes: int
     peak_bytes: int
-    matched_tokens: int = 0  # prompt tokens that an earlier text begins with; of some, no state was kept
+    matched_tokens: int = 0  # first prompt tokens that equal an earlier text's; no state may be kept of some
     accepted: DecodeStats | None = None  # with speculative decoding
     wedlm: WedlmStats | None = None  # with the windows of a WeDLM model
     experts: ExpertStats | None = None  # with experts that are read while the model runs
@@ -85,8 +85,8 @@ class Piece(Parts):
     finish_reason  "stop": an end token or a stop string; "tool_calls": as "stop", after calls; "length": max_tokens or
                    the context; "cancelled"
     stop           the stop string that ended the reply
-    end            of the end token that ended the reply, if log-probabilities were asked for
-    thought        tokens of the reasoning and its tags, which come before all others
+    end            Logprob of the end token that ended the reply, if log-probabilities were requested
+    thought        number of tokens of the reasoning and its tags, which precede all others
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -105,7 +105,7 @@ class PieceParser:
         self.parser, self.out = parser, Piece()
 
     def push(self, piece: Piece) -> Piece | None:
-        """The piece to show, once any part of it is certain."""
+        """Return the part of the reply that is certain after `piece`, if any."""
         if self.parser is None:
             return piece
         out = self.out

@@ -1,7 +1,7 @@
 """The prefix cache: states of earlier prompts in host memory, found by their tokens.
 
-Rows of keys and values are kept in pages of PAGE tokens, which texts with an equal beginning share. What cannot be cut
-(delta matrices, convolution tails, windows) is kept whole as a point, at the lengths of the entries alone.
+Rows of keys and values are kept in pages of PAGE tokens, which texts with an equal beginning share. States that cannot
+be divided by tokens (delta matrices, convolution tails, windows) are kept whole as a point, at the end of an entry.
 """
 
 import sys
@@ -23,8 +23,8 @@ class Found(NamedTuple):
     """Result of a look-up in the cache.
 
     length   tokens that the state now holds; 0: the state is unchanged
-    matched  tokens of the prompt that some kept text begins with
-    branch   a cut of the prompt at which a state should be kept, since two texts differ after it; 0: none
+    matched  first tokens of the prompt that some kept text shares
+    branch   a cut of the prompt at which a state should be kept, because two texts differ after it; 0: none
     """
 
     length: int = 0
@@ -50,7 +50,7 @@ class Store(Protocol):
     """A slower tier of the cache, on disk."""
 
     def first_missing(self, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> int | None:
-        """The first token whose rows the store lacks; None if it has the whole state, or no room for it."""
+        """Find the first token whose rows the store lacks; None if it has the whole state, or no space for it."""
 
     def put(self, saved: Saved) -> None:
         """Store a state, of which the rows before `saved.first` are stored already."""
@@ -59,7 +59,7 @@ class Store(Protocol):
         """Wait until every state that was put is stored."""
 
     def get(self, tokens: np.ndarray, reading: Reading, more_than: int) -> Saved | None:
-        """The state of the longest stored prefix, above `more_than` tokens, at which `reading` can resume.
+        """Return the state of the longest stored prefix, above `more_than` tokens, at which `reading` can resume.
 
         It is a whole stored state, or the beginning of one that has no point.
         """
@@ -90,7 +90,7 @@ class PrefixCache:
     def restore(self, tokens: Sequence[int], state: State, reading: Reading, more_than: int = 0) -> Found:
         """Load the longest kept proper prefix of `tokens` above `more_than` tokens into `state`.
 
-        A prefix counts if its state has the bits that reading the prompt as `reading` does would give.
+        Only a prefix counts whose state is bitwise identical to that of reading the prompt as `reading` does.
         """
         if not state.can_save:
             return Found()
@@ -126,7 +126,7 @@ class PrefixCache:
         return Found(length, max(matched, length), branch if state.point_shapes(1) and branch < len(ids) else 0)
 
     def matched(self, tokens: Sequence[int]) -> int:
-        """Number of tokens that the prompt shares with some text in memory, in whatever steps that text was read."""
+        """Count the tokens that the prompt shares with some text in memory, read in any steps."""
         ids, path, parent = np.asarray(tokens, np.int32), list[Page](), self.root
         while len(part := ids[len(path) * PAGE :][:PAGE]) == PAGE:
             same = [page for page in parent.children.values() if np.array_equal(page.tokens, part)]
@@ -139,8 +139,8 @@ class PrefixCache:
     def offer(self, tokens: Sequence[int], state: State, why: str = "turn") -> None:
         """Keep `state`, which holds exactly `tokens`, if it is new and fits; less valuable states make room.
 
-        While earlier states are still being saved, less is kept: what is left out is read again. A state for whose copy
-        no memory is free is left out with a line on stderr.
+        While earlier states are still being saved, fewer states are kept. A state for whose copy no memory is free is
+        left out with a line on stderr.
         """
         if not state.can_save or not state.length:
             return
@@ -158,7 +158,7 @@ class PrefixCache:
     # -- adding --------------------------------------------------------------------------------------------------------
 
     def _keep(self, ids: np.ndarray, state: State, entry: Entry | None) -> None:
-        """Put what the slower tier lacks of a state: from `entry`, or if memory has none from the device."""
+        """Store the rows that the slower tier lacks: from `entry`, or without one from the device."""
         first = None if self.store is None else self.store.first_missing(ids, state.long_steps)
         if first is None or self.store is None:
             return
@@ -180,7 +180,7 @@ class PrefixCache:
         tail, over = ids[whole * PAGE :], overlapping(steps, whole * PAGE, len(ids))
         if len(path) > whole and (entry := path[-1].entries.get(chained_key(path[-1].key, tail, over))) is not None:
             if not np.array_equal(entry.tail, tail):
-                return None  # two texts with one hash: the first stays
+                return None  # two texts with one hash: the first is kept
             entry.why = why if why == "system" else entry.why
             self._touch(entry)
             return entry
@@ -221,7 +221,7 @@ class PrefixCache:
         entry.touch(self.clock)
 
     def _thin(self, entry: Entry) -> None:
-        """Drop grid points before `entry`: the nearest two stay, and fewer of those farther back."""
+        """Drop grid points before `entry`, but keep the nearest two, and fewer of those farther back."""
         point = entry.base
         while point is not None:
             above, back = point.base, (entry.length - point.length) // GRID_POINTS
@@ -233,7 +233,7 @@ class PrefixCache:
     # -- matching ------------------------------------------------------------------------------------------------------
 
     def _path(self, ids: np.ndarray, long_steps: Sequence[LongStep]) -> list[Page]:
-        """The kept pages with which the tokens begin, read in such steps."""
+        """Find the kept pages with which the tokens begin, read in these long steps."""
         path, parent = list[Page](), self.root
         for at in range(len(ids) // PAGE):
             page = parent.child(ids, at, long_steps)
@@ -244,7 +244,7 @@ class PrefixCache:
         return path
 
     def _matched(self, ids: np.ndarray, path: list[Page]) -> int:
-        """Number of tokens that the prompt shares with some kept text; `path` are its whole pages."""
+        """Count the tokens that the prompt shares with some kept text; `path` are the prompt's complete pages."""
         last, rest = path[-1] if path else self.root, ids[len(path) * PAGE :]
         held = [*(page.tokens for page in last.children.values()), *(entry.tail for entry in last.entries.values())]
         return len(path) * PAGE + max((common_length(rest, tokens) for tokens in held), default=0)
@@ -252,7 +252,7 @@ class PrefixCache:
     def _resumable(
         self, ids: np.ndarray, path: list[Page], reading: Reading, any_page: bool
     ) -> tuple[Entry | None, int]:
-        """The longest entry at which the prompt can resume, and with `any_page` the number of whole pages."""
+        """Find the longest entry at which the prompt can resume, and with `any_page` the number of complete pages."""
         best = None
         for page in (self.root, *path):
             for entry in page.entries.values():
@@ -280,7 +280,7 @@ class PrefixCache:
             yield from page.entries.values()
 
     def _make_room(self, need: int, path: Sequence[Page]) -> bool:
-        """Drop the least valuable entries and pages, none of `path`, until `need` more bytes fit; whether they do."""
+        """Drop the least valuable entries and pages, none of `path`; return whether `need` more bytes fit."""
         if need + sum(page.nbytes for page in path) > self.budget:
             return False
         if self.bytes + need <= self.budget:

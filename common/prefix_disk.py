@@ -1,7 +1,7 @@
 """The disk tier: a folder of files, one per saved state, in a folder of its own for each fingerprint.
 
-A thread writes the files, so that no reply waits for the disk; when the process dies, only files in flight are lost. A
-file is marked older than the files that it continues, so that the oldest file is one that no other file continues.
+A thread writes the files, so that no reply waits for the disk; if the process dies, only unwritten files are lost. A
+file is marked older than the files that it continues, so that no file continues the oldest one.
 """
 
 import os
@@ -61,7 +61,7 @@ class Known:
     def usable(self, tokens: np.ndarray, reading: Reading) -> int:
         """Count the first tokens of a prompt, but for its last one, after which `reading` can continue from this state.
 
-        A state with a point serves as a whole alone, and one that is not written yet not at all: 0.
+        A state with a point can only be used as a whole; one that is not written yet cannot be used: 0.
         """
         if self.header is None:
             return 0
@@ -90,7 +90,7 @@ class PrefixDisk:
         self._scan()
         self._thread = threading.Thread(target=self._write_all, name="bimetal saved states", daemon=True)
         self._thread.start()
-        self._end = weakref.finalize(self, _end, self._jobs, self._thread)  # at exit, what is in flight is written
+        self._end = weakref.finalize(self, _end, self._jobs, self._thread)  # at exit, waiting states are written
 
     # -- what the memory tier calls ------------------------------------------------------------------------------------
 
@@ -141,11 +141,11 @@ class PrefixDisk:
         return None
 
     def flush(self) -> None:
-        """Return once all that was put is written, or given up."""
+        """Wait until all states that were put are written or have failed."""
         self._jobs.join()
 
     def close(self) -> None:
-        """Write what is in flight, and end the thread."""
+        """Write the waiting states, and end the thread."""
         self._end()
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -345,5 +345,5 @@ def _end(jobs: "queue.Queue[tuple[str, Saved] | None]", thread: threading.Thread
 
 
 def _rows_alike(saved: Saved) -> list[tuple[int, int, str]]:
-    """Return what rows that follow one another have in common."""
+    """Return the properties that consecutive rows have in common."""
     return [(parts[0].shape[0], parts[0].shape[2], parts[0].dtype.str) for parts in saved.rows]

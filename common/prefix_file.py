@@ -31,7 +31,7 @@ NAMES = {np.dtype(type_): name for name, type_ in TYPES.items()}
 
 
 class DamagedError(BimetalError):
-    """A file of this model whose content is not what was written."""
+    """A file of this model whose content has changed since it was written."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ def key_of(fingerprint: str, tokens: np.ndarray, long_steps: Sequence[LongStep])
 
 
 def file_bytes(saved: Saved) -> int:
-    """About the size of a state's file, and not less."""
+    """Return an upper bound, close to the size, of a state's file."""
     ids = 4 * len(saved.tokens) + 16 * len(saved.long_steps) + DIGEST * (1 + len(saved.tokens) // PAGE)
     rows = (part for parts in saved.rows for part in parts)
     return 5120 + ids + sum(array.nbytes + 256 for array in (*rows, *saved.point))
 
 
 def write(path: Path, fingerprint: str, saved: Saved, base: str) -> None:
-    """Write beside `path`, wait until the disk has it, and rename; raises OSError."""
+    """Write under another name, wait for the disk, and rename to `path`; raises OSError."""
     point = dict(zip(_names("point", len(saved.point)), map(np.ascontiguousarray, saved.point), strict=True))
     arrays, entries, at = _ids_and_rows(saved) | point, dict[str, Any](), 0
     for name, array in arrays.items():
@@ -118,7 +118,7 @@ def is_ours(path: Path) -> bool:
 def read_header(path: Path, fingerprint: str) -> Header:
     """The header and the token ids of a file.
 
-    Raises BimetalError for what is no state of this model, DamagedError for one that is damaged, OSError.
+    Raises BimetalError for a file that is no state of this model, DamagedError for a damaged one, OSError.
     """
     metadata, entries, start, nbytes = _read_metadata(path)
     if metadata.get("format") != FORMAT:
@@ -226,7 +226,7 @@ def _read_metadata(path: Path) -> tuple[dict[str, Any], dict[str, Any], int, int
 
 
 def _read_ids(path: Path, entry: Any, dtype: str, start: int, nbytes: int) -> np.ndarray:
-    """An array of numbers at the beginning of a file whose structure nobody has checked yet."""
+    """Read an array of numbers at the beginning of a file whose structure is not checked yet."""
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     item = np.dtype(TYPES[dtype]).itemsize
     whole = isinstance(offsets, list) and len(offsets) == 2 and all(type(at) is int for at in offsets)

@@ -40,7 +40,7 @@ class Page:
 
     @property
     def is_idle(self) -> bool:
-        """Test whether nothing needs the page: it has neither children nor entries, and is not the root."""
+        """Test whether the page is unused: without children and entries, and not the root."""
         return self.parent is not None and not self.children and not self.entries
 
     def child(self, ids: np.ndarray, at: int, steps: Sequence[LongStep]) -> "Page | None":
@@ -87,7 +87,7 @@ class Entry:
 
     @property
     def value(self) -> int:
-        """Time at which the entry was last useful; a longer text's use counts for branch points and system prompts."""
+        """Return the time of the last use; for branch points and system prompts the use of a longer text counts too."""
         return max(self.used, self.below) if len(self.kids) > 1 or self.why == "system" else self.used
 
     def is_prefix_of(self, tail: np.ndarray) -> bool:

@@ -1,4 +1,4 @@
-"""Encoding weights: what `mlx.core.quantize` makes of a matrix, bit for bit, and the GGUF types of the gguf package.
+"""Encode weights, bit for bit as `mlx.core.quantize`, or in the GGUF types of the gguf package.
 
 An encoder takes rows in the precision that they are stored in, because MLX computes mxfp4 and nvfp4 in the type of its
 input and stores affine scales in that type. `common/quants.py` decodes. Source: mlx 0.32 on its CPU device.
@@ -138,7 +138,7 @@ def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
 def _affine(groups: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes (n, size), scales (n, 1) and biases (n, 1) of groups (n, size), in float32.
 
-    The end of the range that is farther from 0 keeps its exact value: the scale is that end over a whole number.
+    The end of the range farther from 0 keeps its exact value: the scale is this end divided by a whole number.
     """
     bins = np.float32((1 << bits) - 1)
     low, high = groups.min(axis=1, keepdims=True), groups.max(axis=1, keepdims=True)

@@ -79,9 +79,9 @@ CHUNK = 1 << 17  # values decoded at a time, so that temporaries stay in the cac
 def dequantize(tensor: Tensor, out: np.ndarray | None = None) -> np.ndarray:
     """The values of a tensor of any type, float32 of `tensor.shape`. Raises BimetalError for other types.
 
-    A scale that is NaN or infinite gives what the arithmetic gives; `check_scales` refuses it.
+    Scales that are NaN or infinite are not checked here; `check_scales` refuses them.
 
-    out  where the values go, contiguous and of that shape; None: a new array
+    out  contiguous array of that shape for the values; None: a new array
     """
     out = np.empty(tensor.shape, np.float32) if out is None else out
     assert out.shape == tuple(tensor.shape)
@@ -102,7 +102,7 @@ def bits_per_weight(tensor: Tensor) -> float:
 def check_scales(tensor: Tensor) -> None:
     """Raise BimetalError if a scale of a quantized tensor, or a value of a float vector, is NaN or infinite.
 
-    Looks at the scales alone: a float matrix passes unseen.
+    Only scales are read: a float matrix is not checked.
     """
     if tensor.scales is not None:
         for part in (tensor.scales, tensor.biases):

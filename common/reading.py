@@ -1,4 +1,4 @@
-"""Division of a prompt into steps, which depends on its tokens and its template alone.
+"""Divide a prompt into steps, depending on its tokens and its template alone.
 
 In a step of at most MAX_DECODE_ROWS rows the bits of a row do not depend on the other rows; in longer steps they depend
 on the number of rows. The bits of a state therefore follow from its tokens and its long steps. A prompt may continue a
@@ -66,12 +66,12 @@ class Reading:
         return steps
 
     def continues_from(self, length: int, long_steps: Sequence[LongStep]) -> bool:
-        """Test whether a state of `length` tokens, read in such long steps, has the bits of this reading."""
+        """Test whether a state of `length` tokens, read in these long steps, is bitwise that of this reading."""
         before = [step for step in self.long_steps if step[0] < length]
         return before == list(long_steps) and all(end <= length for _, end in before)
 
     def usable(self, length: int, long_steps: Sequence[LongStep]) -> int:
-        """Count the tokens, at most `length`, after which this reading can continue a state with such long steps.
+        """Count the tokens, at most `length`, after which this reading can continue a state with these long steps.
 
         Up to there the long steps are the same, and none of them reads a token after it.
         """

@@ -1,6 +1,6 @@
 """Recipes, which map a weight of a model to the format that stores it, and the plan for one checkpoint.
 
-A recipe is any function from a `Weight` to a `Format`, or to None for a weight that stays as it is. Kinds are the last
+A recipe is any function from a `Weight` to a `Format`, or to None for a weight that is copied. Kinds are the last
 part of a matrix's name (`q_proj`, `down_proj`, in GGUF files `attn_q`, `ffn_down`), with `experts.` before those of a
 mixture, and `embed`, `head` and `router` for these three.
 """
@@ -18,7 +18,7 @@ from common.safetensors import MODES
 from common.tensors import Tensor
 from common.weights import Layout, Matrix, Stored
 
-FRAGILE = ("embed", "head", "in_proj_a", "in_proj_b", "ssm_alpha", "ssm_beta")  # cheap, and costly to quantize hard
+FRAGILE = ("embed", "head", "in_proj_a", "in_proj_b", "ssm_alpha", "ssm_beta")  # few bytes, and a high loss in few bits
 LARGEST_ERRORS = ("v_proj", "down_proj", "attn_v", "ffn_down", "experts.down_proj", "experts.ffn_down_exps")
 
 
@@ -135,7 +135,7 @@ def with_rules(recipe: Recipe, rules: Sequence[tuple[str, Format | None]]) -> Re
 
 
 def parse_rule(text: str, is_gguf: bool) -> tuple[str, Format | None]:
-    """PATTERN=FORMAT; FORMAT is keep, a GGUF type, or for MLX folders BITS, BITS:GROUP, mxfp4 or nvfp4."""
+    """Parse PATTERN=FORMAT; FORMAT is keep, a GGUF type, or for MLX folders BITS, BITS:GROUP, mxfp4 or nvfp4."""
     pattern, equals, name = text.rpartition("=")
     if not equals or not pattern:
         raise UsageError(f"{text!r} is not PATTERN=FORMAT, such as down_proj=6")

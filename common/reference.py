@@ -1,7 +1,7 @@
-"""NumpyOps: what every op means, in float32, and the backend of last resort.
+"""NumpyOps: the definition of every op, in float32, and the backend that runs anywhere.
 
 Written to be read: loops over rows where the mathematics has one, no tricks. Weights are expanded to float32 once.
-In steps of few rows each row is computed by itself: to the bit as in a step of its own, whatever runs beside it.
+In steps of few rows each row is computed by itself, bitwise identical to a step of its own.
 """
 
 import math
@@ -88,7 +88,7 @@ class NumpyOps(Ops):
         for s in all_specs(spec):
             total += s.bytes(tokens, self.item_bytes)
             if s.kind is Kind.APPENDS:
-                total += (room - tokens) * s.row_bytes(self.item_bytes)  # what is allocated ahead
+                total += (room - tokens) * s.row_bytes(self.item_bytes)  # rows allocated in advance
         return total
 
     def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:

@@ -1,4 +1,4 @@
-"""Keys and values in compressed formats beside exact rows, as NumpyOps stores them, and how keys are equalised."""
+"""Keys and values in compressed formats beside exact rows, as NumpyOps stores them, and the calibration of keys."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from common.storage import LEAST_USE, KVSpec
 class Calibration(NamedTuple):
     """Mean and scale of each channel of the keys, float32 (K, D), or (T, K, D) where rows differ.
 
-    A code spreads its error over all channels of a vector alike. With a deviation of keys d and a root mean square of
+    A code spreads its error evenly over all channels of a vector. With a deviation of keys d and a root mean square of
     queries r in a channel, the error of q·k is smallest where the scale is sqrt(d / r): the channel then is as large in
     equalised keys as in the queries that meet them.
     """

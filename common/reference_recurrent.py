@@ -42,7 +42,7 @@ class NumpyConv(NoRows):
 
 
 class NumpyDelta(NoRows):
-    """The recurrent matrix per head, (Hv, Dk, Dv), and what the step's rows would make of it."""
+    """The recurrent matrix per head, (Hv, Dk, Dv), and its values after the step's rows."""
 
     def __init__(self, spec: DeltaSpec):
         self.matrix = np.zeros((spec.heads, spec.key_dim, spec.value_dim), np.float32)

@@ -45,12 +45,12 @@ class NumpyRows:
         return decoded(self.planes[-1], self.spec.planes[-1])
 
     def write(self, *rows: np.ndarray) -> list[np.ndarray]:
-        """Append the step's rows (T, K, D) to the past; the rows of both, (n + T, K, D)."""
+        """Append the step's rows (T, K, D) to the past; return the rows of both, (n + T, K, D)."""
         end = self.put([encoded(new, plane) for new, plane in zip(rows, self.spec.planes, strict=True)])
         return [decoded(held[:end], plane) for held, plane in zip(self.planes, self.spec.planes, strict=True)]
 
     def put(self, rows: list[np.ndarray]) -> int:
-        """Append the step's rows, in their formats, to the past; where they end."""
+        """Append the step's rows, in their formats, to the past; return their end."""
         end = self.past + len(rows[0])
         if end > len(self.planes[0]):
             self.planes = [_grown(held, room_for(end, len(held)), self.past) for held in self.planes]
@@ -59,7 +59,7 @@ class NumpyRows:
         return end
 
     def hold(self, step: Step, *rows: np.ndarray, q: np.ndarray | None = None) -> list[Held]:
-        """Append the step's rows to the past; what the step may attend to with queries q, in parts."""
+        """Append the step's rows to the past; return the rows that queries q may attend to, in parts."""
         return [Held(self.write(*rows), np.arange(self.past))]
 
     def commit(self, path: np.ndarray) -> None:
@@ -117,12 +117,12 @@ def decoded(rows: np.ndarray, plane: Plane) -> np.ndarray:
 
 
 def room_for(end: int, room: int) -> int:
-    """Rows of an array of `room` rows once `end` have to fit."""
+    """Compute the rows of an array of `room` rows after it has grown to hold `end`."""
     return room if end <= room else max(2 * room, end)
 
 
 def rows_held(tokens: int, rows: int) -> int:
-    """Rows of NumpyRows' arrays once `tokens` tokens have been read in steps of `rows`."""
+    """Compute the rows of NumpyRows' arrays after `tokens` tokens have been read in steps of `rows`."""
     room = 0
     for end in (*range(rows, tokens, rows), tokens):
         room = room_for(end, room)
@@ -145,7 +145,7 @@ class NumpyWindow(NumpyRows):
         self.rows = self.planes  # the step's
 
     def write(self, *rows: np.ndarray) -> list[np.ndarray]:
-        """Keep the step's rows until the commit; the rows of the window and of the step."""
+        """Keep the step's rows until the commit; return the rows of the window and of the step."""
         self.rows = [encoded(new, plane) for new, plane in zip(rows, self.spec.planes, strict=True)]
         parts = zip(self.planes, self.rows, self.spec.planes, strict=True)
         return [decoded(np.concatenate([held, new]), plane) for held, new, plane in parts]

@@ -41,9 +41,9 @@ class ReplyParser:
         self._state: Callable[[Parts, bool], bool] = self._text
         if self._thinks:
             self._state = self._reasoning if prompt.rstrip().endswith(THINK) else self._start
-        self._held = ""  # read and not yet shown
+        self._held = ""  # read, but not shown yet
         self._shown = False  # whether any text has been shown, or any reasoning while it lasts
-        self._body = self._scan = 0  # where a call's body begins in _held, and how far its end has been looked for
+        self._body = self._scan = 0  # start of a call's body in _held; position up to which its end has been searched
         self._bare = False  # whether that call began without <tool_call>
         self._after_call = False
         self.calls = 0
@@ -110,11 +110,11 @@ class ReplyParser:
         return False
 
     def _call(self, parts: Parts, end: bool) -> bool:
-        """Read a call up to its closing tag; what is no call becomes text. False: it waits for more."""
+        """Read a call up to its closing tag; a malformed call becomes text. False: more of the reply is needed."""
         assert self._syntax
         lead = self._syntax.lead
         if not lead.startswith(self._held[self._body :].lstrip()[: len(lead)]):
-            self._show(parts, self._body)  # this becomes no call, so nobody has to wait for its end
+            self._show(parts, self._body)  # this is no call: show it without waiting for an end
             self._state = self._text
             return True
         at = self._held.find(CLOSE, self._scan)

@@ -1,4 +1,4 @@
-"""Traces of routing: the experts that a model's rows chose, token by token, and synthetic ones of a stated skew.
+"""Traces of routing: the experts that a model chose, token by token; recorded, or synthetic with a given skew.
 
 Random weights route uniformly, which no cache of experts can use. A benchmark replays a trace instead: one recorded
 from a trained model, or a synthetic one. Its experts follow a Zipf law that drifts with the topic of the text, and some
@@ -39,7 +39,7 @@ class Trace:
         return Profile(counts, self.ids.shape[2])
 
     def over(self, layers: int, experts: int, used: int) -> "Trace":
-        """The trace for a model of so many layers with experts: where it has fewer, layers repeat it.
+        """Adapt the trace to a model of so many layers with experts: if the trace has fewer layers, they are repeated.
 
         Each repetition begins elsewhere in the text. Raises BimetalError for other numbers of experts.
         """
@@ -52,7 +52,7 @@ class Trace:
         return Trace(np.ascontiguousarray(np.concatenate(repeated, axis=1)[:, :layers]), experts)
 
     def lru_hits(self, share: float) -> float:
-        """Share of the second half's uses that a plain LRU cache holds, of `share` of each layer's experts."""
+        """Compute the hit rate of a plain LRU cache of `share` of each layer's experts, over the second half."""
         slots, hits = max(1, int(share * self.experts)), 0
         for layer in range(self.ids.shape[1]):
             held: OrderedDict[int, None] = OrderedDict()

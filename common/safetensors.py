@@ -1,6 +1,6 @@
 """safetensors: a memory-mapped reader, and the folding of MLX's quantized triples into one tensor each.
 
-The safetensors package validates a header; the data are mapped here, for it would copy them, and NumPy has no BF16.
+The safetensors package validates a header; data are mapped here, because the package copies, and NumPy lacks BF16.
 Sources: https://github.com/huggingface/safetensors#format, and mlx.nn.quantize for the `quantization` table.
 """
 
@@ -134,7 +134,7 @@ def fold_quantized(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[s
 def _settings(table: dict[str, Any], module: str) -> tuple[str, int, int]:
     """Mode, bits and group size of a module.
 
-    What an entry leaves out, or gives as null (mlx-lm's mixed recipes do), takes its mode's default, as in MLX.
+    Settings that are missing, or null (as in mlx-lm's mixed recipes), take the mode's default, as in MLX.
     """
     settings = table.get(module, True)
     if settings is True:

@@ -15,9 +15,9 @@ import numpy as np
 from common.errors import BimetalError, NotFiniteError
 from common.options import Sampling
 
-ONE = 1 << 40  # draw weight of the likeliest token
-NOT_A_TOKEN = -1  # what a backend chooses of a row that holds NaN: reading it raises NotFiniteError
-FEW = 1024  # tokens that top-p sorts first; all tokens where these do not reach its share
+ONE = 1 << 40  # draw weight of the most probable token
+NOT_A_TOKEN = -1  # choice of a backend for a row that holds NaN; reading it raises NotFiniteError
+FEW = 1024  # tokens that top-p sorts first; if they do not reach its share, it sorts all
 
 
 def log_softmax(row: np.ndarray) -> np.ndarray:
@@ -89,7 +89,7 @@ def draw_weights(row: np.ndarray, s: Sampling) -> np.ndarray:
 
 @contextmanager
 def _guiding() -> Iterator[None]:
-    """Make what a caller's guide raises, sys.exit included, an error of its reply alone."""
+    """Turn an exception of a caller's guide, sys.exit included, into an error of its reply alone."""
     try:
         yield
     except BimetalError:
@@ -111,7 +111,7 @@ class Sampler:
         self.seen = set(prompt) if sampling.repetition_penalty != 1 else set()
         self.guide = sampling.guide and sampling.guide()
         self.random = np.random.Generator(np.random.Philox(sampling.seed))
-        self.peeked = np.empty(0)  # numbers of the next tokens, as far as they have been looked at
+        self.peeked = np.empty(0)  # numbers of the next tokens that have been peeked at
         s = sampling
         penalties = s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0
         self.penalizes = penalties or bool(s.logit_bias) or self.guide is not None
@@ -126,7 +126,7 @@ class Sampler:
         return out
 
     def peek(self, rows: int) -> np.ndarray:
-        """Look at the random numbers of the next `rows` tokens, which stay theirs."""
+        """Return the random numbers of the next `rows` tokens without taking them."""
         if len(self.peeked) < rows:
             self.peeked = np.concatenate([self.peeked, self.random.random(rows - len(self.peeked))])
         return self.peeked[:rows]

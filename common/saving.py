@@ -1,4 +1,4 @@
-"""Saving a state on the host, and loading it: what a cache of states asks of one."""
+"""Save a state on the host, and load it, for caches of states."""
 
 from collections.abc import Iterator, Sequence
 
@@ -32,8 +32,8 @@ def load(
 def may_save(state: State, why: str, nbytes: int) -> bool:
     """Test whether `nbytes` of a state should be saved now, beside those that are being saved.
 
-    The end of a system prompt always is. A point of the grid leaves room for the end of the turn, which comes after it
-    and is worth more.
+    The end of a system prompt is always saved. A point of the grid must leave memory for the end of the turn, which is
+    more useful.
 
     why  as Reading.kept gives it
     """

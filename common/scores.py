@@ -1,4 +1,4 @@
-"""The logits after each token of a text, and the text's log-probabilities.
+"""Compute the logits after each token of a text, and the text's log-probabilities.
 
 The generators of this module compute one step, or a part of one, between two `yield`s, and return the result. Replies
 may be generated meanwhile: a text is read into a state of its own.
@@ -30,7 +30,7 @@ def completed(steps: Generator[None, None, T]) -> T:
 
 
 def logits_of(model: Model, tokens: Sequence[int], context: int) -> Generator[None, None, np.ndarray]:
-    """The logits after each of `tokens`, read from an empty state: (T, vocab) float32."""
+    """Compute the logits after each of `tokens`, read from an empty state: (T, vocab) float32."""
     read: list[np.ndarray] = []
     for rows in _steps(model, tokens, context):
         read.append(rows)

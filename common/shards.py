@@ -1,4 +1,4 @@
-"""A rank's part of a stored tensor: rows, columns or heads, cut from the stored bytes before anything else reads them.
+"""A rank's part of a stored tensor: rows, columns or heads, cut from the stored bytes at loading.
 
 Ranks that share every layer (tensor parallelism) each hold some heads of a mixer and some channels of a feed-forward
 network. A model's table names the part beside each weight; a rank's configuration counts its own heads and channels.
@@ -44,7 +44,7 @@ class Ranks:
         return count // self.size
 
     def holding(self, count: int, what: str) -> "Ranks":
-        """Return this rank among those with different ones of `count` `what`; with fewer of them, ranks hold copies."""
+        """Return this rank among those with different ones of `count` `what`; if there are fewer, ranks hold copies."""
         if self.size > count > 0 and self.size % count == 0:
             return Ranks(self.rank * count // self.size, count)
         self.divide(count, what)

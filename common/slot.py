@@ -1,4 +1,4 @@
-"""The state of one sequence, and its reuse by later prompts."""
+"""Slots: the state of one sequence, and its reuse by later prompts."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +20,7 @@ class Prefixes(Protocol):
     def restore(self, tokens: Sequence[int], state: State, reading: Reading, more_than: int = 0) -> Found:
         """Load the longest stored proper prefix of `tokens`, above `more_than` tokens, into `state`.
 
-        Only a state with the bits that `reading` gives is used.
+        Only a state that is bitwise identical to that of `reading` is used.
         """
         ...
 
@@ -75,7 +75,7 @@ class Slot:
         return mark.length if mark else 0
 
     def rewind(self, prompt: list[int], reading: Reading) -> int:
-        """Bring the state to a prefix of `prompt` that has the bits of `reading`, and return its length.
+        """Restore the state at a prefix of `prompt`, as `reading` would give it, and return its length.
 
         A recurrent state cannot drop tokens, so that there are three choices: the state as it is, a mark, or an empty
         state.
@@ -91,7 +91,7 @@ class Slot:
         return self.state.length
 
     def logits_after(self, length: int) -> Array | None:
-        """The logits after `length` tokens, if a prompt ended there."""
+        """Return the logits after `length` tokens, if a prompt ended there."""
         return next((mark.logits for mark in self.marks if mark.length == length), None)
 
     def _continues(self, prompt: list[int], reading: Reading) -> bool:

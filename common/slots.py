@@ -39,7 +39,7 @@ class Slots:
         self.pool = None  # the next call takes memory for another one, or ends with the error
 
     def reset(self, taken: Collection[Slot | None]) -> None:
-        """Forget what idle slots hold."""
+        """Empty idle slots."""
         for slot in self.slots:
             if slot not in taken:
                 slot.reset()

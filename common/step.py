@@ -36,7 +36,7 @@ def _of_slot(T: int, slot: int) -> np.ndarray:
     return _FIRST_SLOT[:T] if slot == 0 and T <= MAX_DECODE_ROWS else np.full(T, slot, np.int32)
 
 
-@dataclass(eq=False)  # a frozen one takes three times as long to make, and each reply makes one per token
+@dataclass(eq=False)  # not frozen: each reply makes one per token, and a frozen one takes three times as long
 class Step:
     """T new rows.
 
@@ -61,7 +61,7 @@ class Step:
         positions = np.arange(start, start + T, dtype=np.int32)
         if T > MAX_DECODE_ROWS:
             return cls(tokens, positions, np.arange(PAST, T - 1, dtype=np.int32), _of_slot(T, slot))
-        # of few rows, whose steps may take less than the host's work for them
+        # few rows: the step may take less time than the host's work for it
         return cls(tokens, positions, chain_parents(T), _of_slot(T, slot))
 
     @classmethod
@@ -124,7 +124,7 @@ class Step:
 
 
 class Repeated(partial[Any]):
-    """A function (state, step) whose work for steps of so many rows is the same at every length of a state.
+    """A function (state, step) whose launches depend on the number of rows alone, not on the length of the state.
 
     A backend may capture it for long steps, and replay it for any of the states.
     """
@@ -141,9 +141,9 @@ class LayerState(Protocol):
     A state that only appends may use its length as a snapshot: `State.restore` refuses one whose rows are overwritten.
 
     Committed contents can be saved as arrays on the host, in their stored format, and loaded into any state of the same
-    spec, which then computes the same bits. Rows that only append, (heads, tokens, width), are saved for a range of
+    spec; later results are bitwise identical. Rows that only append, (heads, tokens, width), are saved for a range of
     tokens. Everything else (windows in the order of positions, convolution tails, delta matrices, calibration) is the
-    point, which is saved as it is at that moment.
+    point, which is saved whole.
     """
 
     def commit(self, path: np.ndarray) -> None: ...
@@ -204,7 +204,7 @@ class State:
         self.length = 0  # committed tokens
         self.long_steps: list[LongStep] = []  # of the committed tokens
         self._rewinds = 0  # restores so far
-        self._lowest: list[tuple[int, int]] = []  # number and length of each restore that no later one went below
+        self._lowest: list[tuple[int, int]] = []  # number and length of restores without a later one to fewer tokens
 
     def __getitem__(self, layer: int) -> Any:
         return self.layers[layer]
@@ -300,7 +300,7 @@ class State:
         self.when_saved(arrays)()
 
     def load(self, arrays: Mapping[str, np.ndarray | Parts], length: int, long_steps: Sequence[LongStep] = ()) -> None:
-        """Replace the contents by `arrays`, saved at `length` tokens; later steps have the bits of the saved state.
+        """Replace the contents by `arrays`, saved at `length` tokens; later results are bitwise identical.
 
         arrays      as `save` returns them; rows may be in parts
         long_steps  of the saved state

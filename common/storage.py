@@ -12,7 +12,7 @@ from typing import TypeGuard
 from common.kv_formats import FORMATS
 
 NATIVE = "native"  # the format of a cache in the backend's own float type
-LEAST_USE = 1 / 64  # of a channel by the queries that calibrate, beside the channel that they use most
+LEAST_USE = 1 / 64  # least use of a channel by the calibrating queries, relative to the channel they use most
 
 
 class Kind(Enum):
@@ -104,8 +104,8 @@ class RowSpec(Spec):
     """Base of the states with rows per token: keys and values, windows, latent rows."""
 
     window: int | None = None  # latest rows that are held beside the first `sinks`; None: all
-    sinks: int = 0  # first rows of a sequence, which stay when rows before the window go
-    packing: Packing = Packing()  # what is kept beside rows in a format
+    sinks: int = 0  # first rows of a sequence, which are kept when rows before the window are dropped
+    packing: Packing = Packing()  # options beside the formats
     can_wrap = False  # whether it takes a window
     plane_names: tuple[str, ...] = ()  # in words, as many as it may have
 

@@ -34,7 +34,7 @@ class Suspended:
             return victim, error
         try:
             assert victim.slot
-            victim.parts = None  # a step of a prompt runs again from its beginning
+            victim.parts = None  # an unfinished prefill step runs again from its beginning
             victim.slot.suspend()
         except Exception as raised:
             return victim, raised

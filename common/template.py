@@ -1,9 +1,8 @@
 """Chat templates are programs that came with a model: Jinja in a sandbox that bounds time, length and memory.
 
 A thread cannot be stopped from outside, so every step that could be long is checked where it begins: each iteration of
-a loop or generator, operator, comparison, test, filter, call, look-up, literal and output looks at the clock, and
-refuses what would make a value larger than a limit derived from the conversation. What Python then does without a check
-takes time in proportion to that limit.
+a loop or generator, operator, comparison, test, filter, call, look-up, literal and output checks the clock, and refuses
+a value above a limit derived from the conversation. Work of Python between two checks is proportional to that limit.
 """
 
 import json
@@ -28,7 +27,7 @@ SOURCE = 1 << 16  # characters of a template; published ones have up to 25,000
 WORDS = 1000  # characters of a template's own message that are shown
 TOKENS = 1 << 14  # of Jinja in a template, which take about a second to compile; published ones have up to 6,000
 
-# What no chat template needs: filters for web pages, results that differ between runs, methods that can take long.
+# Names that chat templates do not need: filters for web pages, results that differ between runs, slow methods.
 _NO_FILTERS = ("pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")
 _NO_METHODS = frozenset(("decode", "encode", "expandtabs", "format_map", "from_bytes", "fromkeys", "maketrans"))
 _NO_METHODS |= {"to_bytes", "translate"}
@@ -136,7 +135,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Guards(NodeTransformer):
-    """Puts a check around what neither an operator, a filter nor a call is: loops, comparisons, literals, `~`."""
+    """Adds checks to loops, comparisons, literals and `~`, which are neither operators, filters nor calls."""
 
     def _filter(self, node: nodes.Node, name: str, value: nodes.Node) -> nodes.Node:
         return nodes.Filter(value, name, [], [], None, None).set_lineno(node.lineno)
@@ -176,7 +175,7 @@ class _Guards(NodeTransformer):
 
 
 class _Steps:
-    """The values of a loop, with a look at the clock before each."""
+    """The values of a loop, with a check of the clock before each."""
 
     def __init__(self, values: Any):
         self.values = values
@@ -271,7 +270,7 @@ def _check_name(name: str) -> None:
 
 
 def _dict(*args: Any, **values: Any) -> dict:
-    """Make a dict, with a look at the clock before each entry: keys of one hash take quadratic time.
+    """Make a dict, with a check of the clock before each entry: keys of equal hash take quadratic time.
 
     Templates get this function in place of the type `dict`, whose attributes they could reach.
     """
@@ -300,7 +299,7 @@ def _tojson(
 
 @lru_cache
 def compile_template(template: str) -> Template:
-    """The program of a Jinja source; raises BimetalError where that is none."""
+    """Compile a Jinja source; raises BimetalError if it is invalid."""
     if len(template) > SOURCE:
         raise BimetalError(f"the chat template has {len(template)} characters; at most {SOURCE} are supported")
     sandbox = _Sandbox()

@@ -35,7 +35,7 @@ class TemplateLimits:
     def __init__(self, inputs: Any, seconds: float):
         self.now = datetime.now()
         self._deadline = time.thread_time() + seconds
-        self._next_look = 0.0  # of time.monotonic(), which is cheaper to ask for
+        self._next_look = 0.0  # of time.monotonic(), which is cheaper to read
         self.known: dict[int, int] = {}
         self.limit = LEAST + PER_CHARACTER * self._measure(inputs)
         self.left = TOTAL * self.limit
@@ -51,7 +51,7 @@ class TemplateLimits:
         return size
 
     def size(self, value: Any) -> int:
-        """Characters of `value` with all that it holds, counted as often as it is held; above the limit, any number."""
+        """Count the characters of `value` and its contents, repeated ones repeatedly; above the limit, any number."""
         if isinstance(value, str):
             return len(value)
         todo, size = [value], 0
@@ -70,7 +70,7 @@ class TemplateLimits:
         return size
 
     def tick(self) -> None:
-        """Refuse to go on after the run's seconds. What other programs of a busy machine take does not count."""
+        """Refuse to continue after the run's seconds. Time of other programs on a busy machine does not count."""
         if time.monotonic() > self._next_look:
             left = self._deadline - time.thread_time()
             if left < 0:
@@ -78,7 +78,7 @@ class TemplateLimits:
             self._next_look = time.monotonic() + left  # the thread's own time passes no faster
 
     def check(self, value: Any) -> Any:
-        """`value`, which the template has just made."""
+        """Check and return `value`, which the template has just made."""
         self.tick()
         if isinstance(value, int):
             self.check_bits(value.bit_length())
@@ -89,7 +89,7 @@ class TemplateLimits:
         return value
 
     def check_growth(self, name: str, values: tuple[Any, ...], more: Mapping[str, Any]) -> None:
-        """Refuse a call of filter or method `name` that could make much of small arguments, or take long over them."""
+        """Refuse a call of filter or method `name` whose result or time could be much larger than its arguments."""
         self.tick()
         if name not in _MULTIPLIES or not values:
             return

@@ -1,4 +1,4 @@
-"""A tensor as a file stores it: bytes that stay memory-mapped until a backend asks for them.
+"""A tensor as a file stores it: bytes that stay memory-mapped until a backend reads them.
 
 Every reader (`common/gguf.py`, `common/safetensors.py`) hands out `Tensor`s, every loader fix maps a `Tensor` to a
 `Tensor`, and each backend turns one into its own weight handle. Rows (the first axis) are always whole, so taking
@@ -75,7 +75,7 @@ def same_axes(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:
-    """Equal tensors as one with a new first axis, named after the first: the experts of a layer. Copies."""
+    """Stack equal tensors along a new first axis, named after the first: the experts of a layer. Copies."""
     first = tensors[0]
     for tensor in tensors:
         if (tensor.type, tensor.shape, tensor.bits, tensor.group_size) != (
@@ -98,14 +98,14 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class MappedFile(mmap.mmap):
-    """A mapping that knows its file: the path, and the state of the file when it was mapped."""
+    """A mapping with its file's path, and the state of the file when it was mapped."""
 
     path: Path
     stat: os.stat_result
 
 
 def map_file(path: Path) -> np.ndarray:
-    """The file's bytes as a read-only uint8 array, (size,), that the system pages in on use; held while mapped."""
+    """Map the file's bytes as a read-only uint8 array, (size,), paged in on use; locked while mapped."""
     try:
         if path.stat().st_size == 0:
             raise BimetalError(f"{path} is empty")
@@ -119,7 +119,7 @@ def map_file(path: Path) -> np.ndarray:
 
 
 def release(tensor: Tensor) -> None:
-    """Drop the tensor's pages from memory, once a copy of it exists; they come back from the file if read again.
+    """Drop the tensor's pages from memory, once a copy of it exists; a later read loads them from the file again.
 
     Does nothing for bytes that are not a view into a mapped file, and where the system has no MADV_DONTNEED.
     """

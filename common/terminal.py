@@ -1,4 +1,4 @@
-"""Text of a model or a file on a terminal: OSC 52 there sets the clipboard, CSI hides text, bidi marks reorder it."""
+"""Escape control characters on a terminal, where OSC 52 sets the clipboard, CSI hides text, bidi marks reorder it."""
 
 import re
 from typing import Any
@@ -8,10 +8,10 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 
 def printable(text: str) -> str:
-    r"""`text` with every control character but tab and line feed written out, as \x1b or \u202e.
+    r"""Return `text` with every control character but tab and line feed written out, as \x1b or \u202e.
 
-    Each character stands for itself alone, so that a text may come in pieces. A carriage return is written out too,
-    because it lets what follows overwrite a line.
+    Characters are independent, so that a text may come in pieces. A carriage return is written out too, because the
+    text after it would overwrite the line.
     """
     return _CONTROL.sub(lambda match: _escape(match[0]), text)
 
@@ -22,7 +22,7 @@ def _escape(character: str) -> str:
 
 
 class Printable:
-    """A text stream that writes every text to `stream` as `printable` has it."""
+    """A text stream that writes every text to `stream` through `printable`."""
 
     def __init__(self, stream: Any):
         self._stream = stream

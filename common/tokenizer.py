@@ -1,8 +1,8 @@
 """Text to token ids and back, from a GGUF file's metadata or a Hugging Face folder.
 
 The work is done by the `tokenizers` package, whose tokenizer common/gguf_tokenizer.py or common/folder_tokenizer.py
-makes; this module finds the special ids, and decodes bytes rather than strings, so that a character split over tokens
-is never shown by halves.
+makes; this module finds the special ids, and decodes bytes, not strings, so that a character divided among tokens
+is shown as a whole.
 """
 
 import codecs
@@ -74,7 +74,7 @@ class Tokenizer:
             raise BimetalError(
                 f"the tokenizer decodes with {decoder or 'nothing'}; byte-level BPE and SentencePiece are supported"
             )
-        backend.no_padding()  # settings of training, which a file may hold
+        backend.no_padding()  # a file may hold settings of training
         backend.no_truncation()
         self._backend = backend
         self._lock = Lock()  # parse_special is a setting of the backend, not an argument
@@ -118,7 +118,7 @@ class Tokenizer:
 
     @property
     def is_busy(self) -> bool:
-        """Test whether a thread encodes a text, for which others wait."""
+        """Test whether a thread encodes a text, so that others would wait."""
         return self._lock.locked()
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:

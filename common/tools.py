@@ -1,4 +1,4 @@
-"""Tool calls as models write them: which syntax a chat template teaches, and what one call in it says.
+"""Parse tool calls as models write them: find the syntax that a chat template shows, and read a call in it.
 
 Three syntaxes cover the families we run. Each call stands between <tool_call> and </tool_call>:
 
@@ -41,7 +41,7 @@ class Syntax(NamedTuple):
 
 
 def find_syntax(template: str) -> Syntax | None:
-    """The syntax that a chat template shows its model; None if it is none of ours."""
+    """Find the syntax that a chat template shows its model; None if it is unknown."""
     if OPEN not in template:
         return None
     if "<function=" in template and "<parameter=" in template:
@@ -52,7 +52,7 @@ def find_syntax(template: str) -> Syntax | None:
 
 
 def syntax_of(template: str) -> Syntax | None:
-    """The syntax of calls in replies to prompts of a chat template: its own, or that of `spelled_out`."""
+    """Return the syntax of calls in replies to prompts of a chat template: its own, or that of `spelled_out`."""
     return HERMES if lacks_tools(template) else find_syntax(template)
 
 
@@ -72,9 +72,9 @@ To call one, write a JSON object with its name and its arguments between tags, f
 
 
 def spelled_out(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """A conversation with tools for a template that has no place for them: tools, calls and results become text.
+    """Write a conversation with tools for a template without a place for them: tools, calls and results become text.
 
-    messages  as templates take them; the tools go to the end of the system message, results to the user
+    messages  as templates take them; tools are appended to the system message, results are messages of the user
     """
     told = TEACHING.replace("TOOLS", "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     out: list[dict[str, Any]] = []
@@ -219,8 +219,8 @@ _PYTHON = {"None": None, "True": True, "False": False}  # Qwen's templates print
 def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     """The value that `text` stands for under a JSON schema, whose $refs lead into `root`.
 
-    Where strings are allowed, JSON of another allowed type is taken as that, the rest as it is. Where they are not,
-    JSON is taken as it is, and what is not JSON stays text: the tool can then tell the model what is wrong with it.
+    If strings are allowed, JSON of another allowed type gets that type, any other text is a string. If they are not,
+    JSON is parsed, and other text stays a string: the tool can then report to the model what is wrong.
     """
     types = _types(schema, root)
     try:
@@ -248,7 +248,7 @@ def _property(schema: Mapping[str, Any], key: str) -> Any:
 
 
 def _types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a schema allows; all of them where it does not say."""
+    """List the JSON types that a schema allows; all, if it does not restrict them."""
     types: set[str] = set()
     left, seen = [schema], set[int]()  # a $ref may lead back
     while left:

@@ -13,7 +13,7 @@ from common.reading import Turns, common_length, replies_in
 
 SYSTEM = ("system", "developer")
 ANSWERED: list[Message] = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]
-LEAST_HEADER = 4  # characters of one that the template writes unasked: shorter ones are frequent in messages as well
+LEAST_HEADER = 4  # characters of a header that the template always writes: shorter ones are frequent in messages too
 
 Render = Callable[..., ChatPrompt]  # of messages, and variables of the template
 
@@ -55,7 +55,7 @@ def reply_header(render: Render) -> list[int]:
     before = shared if bare is None else common_length(prompt.tokens, bare.tokens)
     if before < shared:
         return prompt.tokens[before:shared]
-    other = _rendered(render, [{"role": "user", "content": "b."}], tools=None)  # the template writes the header unasked
+    other = _rendered(render, [{"role": "user", "content": "b."}], tools=None)  # the template always writes the header
     return [] if other is None else _after_user(prompt, other, prompt.tokens[shared:])
 
 
@@ -84,5 +84,5 @@ def _system(render: Render, messages: Sequence[Message], prompt: ChatPrompt, too
 def _rendered(render: Render, messages: Sequence[Message], **variables: Any) -> ChatPrompt | None:
     try:
         return render(messages, **variables)
-    except BimetalError:  # nobody asked for this conversation
+    except BimetalError:  # the conversation was made up here
         return None

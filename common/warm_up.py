@@ -1,4 +1,4 @@
-"""Steps of which nothing is kept, so that the steps of calls find kernels compiled and graphs captured."""
+"""Run steps whose results are dropped, so that later steps find kernels compiled and graphs captured."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Weights of a model, loaded from a checkpoint's tensors by the model's table; every tensor is accounted for.
+"""Load the weights of a model from a checkpoint's tensors by the model's table; every tensor is accounted for.
 
 A model states a table: for each weight its name in either kind of file, its shape, and how a stored value becomes the
 canonical one (norm weights as multiplied, half-split rope rows, value heads tiled over key heads). The loader reports
@@ -32,7 +32,7 @@ class Stored:
 
     Several names are the layer's experts, one tensor each, to be stacked.
 
-    part_of  shape of the tensor of which `fix` takes this weight, where it holds another one too
+    part_of  shape of the stored tensor, if it holds another weight too; `fix` takes this weight from it
     shard    the part of the stored tensor that this rank takes before `fix`, and whose shapes the others are; None: all
     """
 
@@ -166,7 +166,7 @@ def make_weights(
     first: int = 0,
     out: int | None = None,
 ) -> SimpleNamespace:
-    """`make` of every weight, where its layer lies, in the namespaces of `load_weights`."""
+    """Call `make` for every weight, on its layer's device; return the namespaces of `load_weights`."""
     total = sum(len(table) for table in (layout.top, *layout.layers))
     with tqdm(total=total, desc=doing, unit="weight", leave=False, disable=None if progress else True) as bar:
 
@@ -221,7 +221,7 @@ def misfits(checkpoint: Checkpoint, layout: Layout) -> Misfits:
 
 
 def _misshapen(checkpoint: Checkpoint, stored: Stored) -> str | None:
-    """A sentence where the weight cannot have its stored shape; a fix may change a shape, but not its elements."""
+    """Return a sentence if the weight cannot have its stored shape; a fix may change a shape, but not its elements."""
     expected = stored.whole
     experts = (len(stored.names),) if len(stored.names) > 1 else ()
     for name in stored.names:
@@ -256,7 +256,7 @@ def _handle(checkpoint: Checkpoint, entry: "Matrix | Vector", ops: Ops) -> Any:
 
 
 def to_backend(entry: "Matrix | Vector", parts: Sequence[Tensor], ops: Ops) -> Any:
-    """The handle of a weight, of the canonical tensors of its parts."""
+    """Make the handle of a weight from the canonical tensors of its parts."""
     if isinstance(entry, Vector):
         return ops.vector(parts[0])
     return ops.expert_weight(*parts) if isinstance(entry, ExpertMatrix) else ops.weight(*parts)
@@ -269,9 +269,9 @@ def own_part(checkpoint: Checkpoint, stored: Stored) -> list[Tensor]:
 
 
 def canonical(checkpoint: Checkpoint, stored: Stored, unseen: bool) -> Tensor:
-    """The weight as a backend takes it, of a checkpoint that `account` accepted.
+    """Return the weight as a backend takes it, from a checkpoint that `account` accepted.
 
-    unseen  the backend checks scales itself, so that bytes which it receives as stored need no check here
+    unseen  the backend checks scales itself: bytes that it receives as stored are not checked here
     """
     try:
         tensors = own_part(checkpoint, stored)

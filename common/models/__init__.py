@@ -188,17 +188,17 @@ class Model:
 
     @cached_property
     def _every_row(self) -> Callable[[State, Step], Array]:
-        """Compute a decoder's step: one function for all steps, so that a backend may capture it."""
+        """Return the function of a decoder's step: one for all steps, so that a backend may capture it."""
         return partial(self._logits, rows=slice(None))
 
     @cached_property
     def _no_row(self) -> Callable[[State, Step], Array]:
-        """Compute a long step without logits."""
+        """Return the function of a long step without logits."""
         return Repeated(self._logits, rows=slice(0, 0))
 
     @cached_property
     def _last_row(self) -> Callable[[State, Step], Array]:
-        """Compute a long step with the logits of its last row."""
+        """Return the function of a long step with the logits of its last row."""
         return Repeated(self._logits, rows=slice(-1, None))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Parts that model files share: rope settings, the dense FFN, experts chosen by a sigmoid router, layers, the head."""
+"""Parts that model files share: rope settings, dense FFN, experts of a sigmoid router, the loop over layers, head."""
 
 import math
 from collections.abc import Callable
@@ -49,7 +49,7 @@ class MtpNames:
     fc        the matrix (hidden, 2 hidden) over the normed embedding and the normed hidden state, in that order
     norm      of the block's output
     prefixes  what all names begin with, {} being the number of the layer
-    is_alone  whether there is one such prefix, whatever the number
+    is_alone  whether the prefix is the same for every number
     """
 
     layer: str
@@ -83,7 +83,7 @@ def ffn_weights(at: Names, hidden: int, ffn: int, ranks: Ranks = ONE) -> Table:
 
 
 def sigmoid_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
-    """The best experts of each row, plus the shared ones as they are, of this rank's channels.
+    """Add up the best experts of each row and the unscaled shared ones, of this rank's channels.
 
     x (T, hidden) -> (T, hidden)
     """
@@ -158,7 +158,7 @@ def through(
     rows: slice = slice(None),
     layers: range | None = None,
 ) -> Array:
-    """Compute layers: the logits (n, vocab) of `rows` of the step, or if more layers follow, the output (T, hidden).
+    """Compute layers; return the logits (n, vocab) of `rows`, or if more layers follow, the output (T, hidden).
 
     block   computes a layer: of (ops, c, its weights, state, step, its number, the rows that it keeps, x)
     layers  which to compute, from step.hidden on if they are not the first ones; None: all
@@ -173,12 +173,12 @@ def through(
 
 
 def head(ops: Ops, c: Any, w: Any, x: Array) -> Array:
-    """The logits (n, vocab) of the last layer's output x (n, hidden)."""
+    """Compute the logits (n, vocab) of the last layer's output x (n, hidden)."""
     return head_product(ops, c, w, ops.rms_norm(x, w.norm, c.eps))
 
 
 def head_product(ops: Ops, c: Any, w: Any, x: Array) -> Array:
-    """The logits (n, vocab) of normed x (n, hidden), whole on every rank; without a head the embedding is it."""
+    """Compute the logits (n, vocab) of normed x (n, hidden), complete on every rank; a tied head is the embedding."""
     return ops.all_gather(ops.linear(x, w.embed if w.head is None else w.head), c.vocab)
 
 
@@ -188,7 +188,7 @@ ROPE_KEYS |= {"beta_fast", "beta_slow", "attention_factor", "truncate"}  # yarn
 
 
 def check_sizes(checkpoint: Checkpoint, layers: int, heads: int, kv_heads: int, *rows: int) -> None:
-    """Refuse sizes that the file's tensors cannot have, before anything as large is built."""
+    """Refuse sizes that the file's tensors cannot have, before memory of this size is allocated."""
     if heads % kv_heads:
         raise BimetalError(f"{checkpoint.path}: {kv_heads} key/value heads do not divide {heads} heads")
     if layers > len(checkpoint.tensors):
@@ -207,7 +207,7 @@ SIZES = {  # hidden size, heads, KV heads and head size, by the format of the fi
 
 
 def head_sizes(checkpoint: Checkpoint, keys: Keys, layers: int) -> dict[str, Any]:
-    """Fields of a configuration: the hidden size and the heads of grouped-query attention in each of `layers`.
+    """Read fields of a configuration: the hidden size and the heads of grouped-query attention in each of `layers`.
 
     Where the file does not state them: as many KV heads as heads, and a head size of hidden / heads.
     """
@@ -221,7 +221,7 @@ def head_sizes(checkpoint: Checkpoint, keys: Keys, layers: int) -> dict[str, Any
 
 
 def hf_rope(keys: Keys, dim: int, default_theta: float = 10000.0) -> Rope:
-    """Rope of `dim` channels as config.json states it: rope_parameters, or the older rope_theta and rope_scaling."""
+    """Read the rope of `dim` channels from config.json: rope_parameters, or the older rope_theta and rope_scaling."""
     theta = keys.positive("rope_parameters.rope_theta", keys.positive("rope_theta", default_theta))
     _check_rope(keys.where, theta, dim)
     group = "rope_parameters" if keys.read("rope_parameters", dict, {}) else "rope_scaling"
@@ -255,7 +255,7 @@ def hf_rope(keys: Keys, dim: int, default_theta: float = 10000.0) -> Rope:
 
 
 def gguf_rope(keys: Keys, dim: int, factors: Tensor | None, default_theta: float = 10000.0) -> Rope:
-    """Rope of `dim` channels from GGUF metadata; `factors` is the file's rope_freqs.weight, divisors per pair."""
+    """Read the rope of `dim` channels from GGUF metadata; `factors`: rope_freqs.weight, divisors per pair."""
     theta = keys.positive("rope.freq_base", default_theta)
     _check_rope(keys.where, theta, dim)
     if keys.get("rope.dimension_count") not in (None, dim):
@@ -294,7 +294,7 @@ def _frequencies(theta: float, dim: int) -> tuple[float, ...]:
 
 
 def _llama3(frequencies: tuple[float, ...], factor: float, low: float, high: float, original: int) -> tuple[float, ...]:
-    """Llama 3.1's rule: long waves are slowed by `factor`, short ones kept, between them a linear blend."""
+    """Apply Llama 3.1's rule: divide low frequencies by `factor`, keep high ones, blend linearly between."""
 
     def scaled(f: float) -> float:
         turns = original * f / (2 * math.pi)  # rotations within the original context

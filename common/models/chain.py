@@ -1,4 +1,4 @@
-"""A target and a draft that drafts one token after another, each from the draft's own output at the token before."""
+"""Pairs whose draft proposes one token after another, each from its own output at the token before."""
 
 from abc import abstractmethod
 from collections.abc import Generator, Sequence
@@ -31,15 +31,15 @@ class ChainPair(Pair):
 
     @abstractmethod
     def _first(self, step: Step) -> Array:
-        """Hidden states of any value: in the first pass only row 0 counts, and takes its hidden state from `state`."""
+        """Return any hidden states: in the first pass only row 0 is used, and takes its hidden state from `state`."""
 
     @abstractmethod
     def _pass(self, state: State, step: Step, hidden: Array) -> Array:
-        """The draft's hidden states (T, n) of the step's rows, of which each reads the row of `hidden` before it."""
+        """Compute the draft's hidden states (T, n) of the step's rows; each row reads the row of `hidden` before it."""
 
     @abstractmethod
     def _head(self, hidden: Array) -> Array:
-        """The draft's logits of rows that `_pass` returned."""
+        """Compute the draft's logits of rows that `_pass` returned."""
 
     @property
     def memory_layout(self) -> tuple[Layout, list[LayerSpec]]:
@@ -70,10 +70,9 @@ class ChainPair(Pair):
         return Step.chain(np.array(given, np.int32), length)
 
     def propose(self, state: State, given: Sequence[int]) -> Array:
-        """Logits (1, n) over the draft's vocabulary of the token after the tokens `given`, which follow the state.
+        """Compute logits (1, n), in the draft's vocabulary, of the token after the state and the tokens `given`.
 
-        Commits nothing. Each token but the first was drafted, so that the draft's output at the one before stands for
-        its hidden state.
+        Commits nothing. Each token but the first was drafted: its hidden state is the draft's output one token before.
         """
         return self.ops.run(self._chains[len(given)], state, self.pass_step(given, state.length))[:1]
 
@@ -97,7 +96,7 @@ class ChainPair(Pair):
         return {n: partial(self._each_chain_logits, n) for n in range(1, DEEPEST + 1)}
 
     def _chain_logits(self, n: int, state: State, step: Step) -> Array:
-        """The logits (1, vocab) of row n - 1. After i passes the outputs of rows 0 to i - 1 are those of a chain."""
+        """Compute the logits (1, vocab) of row n - 1. After i passes rows 0 to i - 1 have the outputs of a chain."""
         return self._head(self._chain(n, state, step)[n - 1 : n])
 
     def _each_chain_logits(self, n: int, state: State, step: Step) -> Array:

@@ -3,7 +3,7 @@
 Each layer's attention reads keys and values made of the target's hidden states at every committed position, then those
 of the block: the newest token and a mask for every token after it. Row i of the block predicts the token at its own
 position, or in drafts of DeepSpec the token after it. Embedding and head are the target's own. A target and its draft
-share one state, so that one commit moves both, and the draft needs no prompt of its own.
+share one state, so that one commit advances both, and the draft does not read the prompt.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -22,7 +22,7 @@ from common.ops import Array, Ops
 from common.step import State, Step
 from common.storage import KVSpec, LayerSpec
 
-CONTEXT_ROWS = 4096  # that a layer without a window keeps: more than drafts are trained on, little beside the target's
+CONTEXT_ROWS = 4096  # kept by a layer without a window: more than drafts are trained on, few beside the target's
 CHAINS = (3, 7, 11, 15, 23, 31)  # depths of a chain among which a budget is chosen, beside the whole block
 
 
@@ -66,7 +66,7 @@ def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, layer: int, x: Ar
 
 
 def _convolved(ops: Ops, conv: tuple[Any, Array, Array], sublayer: RowFn, x: Array) -> Array:
-    """DFlash2's sublayer between two convolutions along the block, whose own taps come of x (T, hidden)."""
+    """Run a sublayer between DFlash2's two convolutions along the block; x (T, hidden) gives their own taps."""
     matrix, before, after = conv
     taps = ops.linear(x, matrix)
     each = taps.shape[1] // 2
@@ -135,7 +135,7 @@ class DflashPair(Pair):
 
     @property
     def shares_passes(self) -> bool:
-        return not self.draft.conv_taps  # convolutions along a block know no other blocks in its step
+        return not self.draft.conv_taps  # convolutions along a block would mix it with other blocks of the step
 
     def pass_step(self, given: int, length: int) -> Step:
         tokens = self._masks.copy()
@@ -147,7 +147,7 @@ class DflashPair(Pair):
         return np.full(self.draft.block, self.draft.mask_token, np.int32)
 
     def propose(self, state: State, given: int) -> Array:
-        """Logits (n, vocab) of the tokens after `given`, the one that follows the state; commits nothing."""
+        """Compute logits (n, vocab) of the tokens after `given`, the token that follows the state; commits nothing."""
         return self.run_pass(state, given)[: self.draft.tokens]
 
     def run_pass(self, state: State, given: int) -> Any:
@@ -172,7 +172,7 @@ class DflashPair(Pair):
     def _block_logits(self, first: int, state: State, step: Step) -> Any:
         """The logits (n, vocab) of a block's rows from `first` on.
 
-        Of DFlash2 also what scales its scores, (n, selector_rank).
+        With DFlash2 also the factors of its scores, (n, selector_rank).
         """
         ops, own, target = self.ops, self.draft_weights, self.weights
         embed = target.embed if own.embed is None else own.embed

@@ -1,6 +1,6 @@
 """The DFlash2 draft (z-lab and Inco AI, 2026): DFlash's block with convolutions along it, and a selector of candidates.
 
-Each position has some candidates, the likeliest by the block's logits. The selector scores each pair of candidates that
+Each position has candidates, the most probable by the block's logits. The selector scores each pair of candidates that
 follow one another: the logit of the second, plus the sum over the ranks of row `first` of `selector_before`, row
 `second` of `selector_after` and the hidden state of the second's position times `selector_hidden`. Their softmax, over
 the candidates of a position, is the draft's distribution after each candidate of the position before.
@@ -48,7 +48,7 @@ class Dflash2Pair(DflashPair):
 def scored(
     ids: np.ndarray, logits: np.ndarray, before: np.ndarray, after: np.ndarray, k: int, coupling: Coupling | None
 ) -> tuple[np.ndarray, ...]:
-    """The best k candidates after each of the position before, as Pair.drafting.
+    """Choose the best k candidates after each candidate of the position before, as Pair.drafting.
 
     ids, logits    (n, K): candidates of each position, and their logits, but for a constant per position
     before, after  (n, K, rank): of those of the position before, scaled, and of the position's own

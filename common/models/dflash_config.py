@@ -119,7 +119,7 @@ def _hf_config(checkpoint: Checkpoint, target: Target) -> Config:
 
 
 def _gguf_config(checkpoint: Checkpoint, target: Target) -> Config:
-    """Metadata as llama.cpp writes them (`dflash`), or as lucebox does (`dflash-draft`, `qwen35-dflash-draft`)."""
+    """Read metadata as llama.cpp writes them (`dflash`), or as lucebox does (`dflash-draft`, `qwen35-dflash-draft`)."""
     architecture = str(checkpoint.config.get("general.architecture"))
     upstream = architecture == "dflash"
     if not upstream and not architecture.endswith("dflash-draft"):
@@ -175,7 +175,7 @@ def _refuse(keys: Keys, places: Sequence[str], *others: Sequence[str]) -> None:
 
 
 def _selector(keys: Keys, at: Mapping[str, str]) -> dict[str, Any]:
-    """Sizes of DFlash2's convolutions and selector, whose keys are found `at` other names."""
+    """Read sizes of DFlash2's convolutions and selector; `at` maps a key to its name in the file."""
     fields = {
         "conv_taps": "conv_kernel_size",
         "conv_group": "conv_group_size",
@@ -186,7 +186,7 @@ def _selector(keys: Keys, at: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _taps(where: str, listed: list[Any], first: int) -> tuple[int, ...]:
-    """Layer ids from 0, in the order in which a file lists them, counted there from `first`."""
+    """Return layer ids from 0, in the order of a file, which counts them from `first`."""
     if any(type(i) is not int or i < first for i in listed) or len(set(listed)) < len(listed):
         raise BimetalError(f"{where}: {listed} are not the numbers of different target layers")
     return tuple(i - first for i in listed)

@@ -1,4 +1,4 @@
-"""Loads a draft of any kind beside its target."""
+"""Load a draft of any kind beside its target."""
 
 import math
 from collections.abc import Callable
@@ -33,7 +33,7 @@ SUPPORTED = "multi-token-prediction blocks, DFlash, DFlash2, DSpark and EAGLE-3"
 
 
 def load_pair(path: Path, target: Model, progress: bool = False) -> Pair:
-    """`target` with the draft at `path`, a GGUF file or a safetensors folder, on the same backend.
+    """Load the draft at `path`, a GGUF file or a safetensors folder, beside `target`, on the same backend.
 
     If the file is the target's own, or has only its multi-token-prediction block, that block is the draft.
     """
@@ -66,7 +66,7 @@ def check_file(path: Path, target: Checkpoint) -> None:
 
 
 class Counter:
-    """Stands for a backend while a draft is loaded: adds up the bytes of its weights, and holds none."""
+    """Takes the place of a backend while a draft is loaded: adds up the bytes of its weights, and holds none."""
 
     def __init__(self, ops: Ops):
         self._ops, self.bytes = ops, 0
@@ -94,7 +94,7 @@ class Counter:
 
 
 def predict_draft(path: Path, target: Checkpoint, ops: Ops, cache: CacheOptions) -> tuple[int, list[LayerSpec]]:
-    """Bytes of the weights of the draft at `path` on the backend of `ops`, and what its layers store for a sequence.
+    """Predict the bytes of the draft at `path` on the backend of `ops`, and list what its layers store for a sequence.
 
     cache  the formats of the target's cache, which the draft's takes too
     """

@@ -2,7 +2,7 @@
 
 The bias of every token after token u is `markov_after` times row u of `markov_before`, a product of low rank. It is
 added to the block's logits from left to right, so that each draft token depends on the one before. The confidence head
-that such drafts bring is not read: how many tokens a step verifies is chosen by what steps cost and yield.
+of such drafts is not read: the number of verified tokens is chosen by the measured time and acceptance of steps.
 """
 
 from collections.abc import Generator
@@ -44,14 +44,14 @@ class DsparkPair(DflashPair):
         return joined(ids), joined(logp), following(joined(ids))
 
     def _after(self, before: Array, k: int, logits: Array) -> tuple[Array, Array]:
-        """The likeliest tokens after each of `before` (n,), (n, k), and their log-probabilities; logits (1, vocab)."""
+        """Find the most probable tokens (n, k) after `before` (n,), and log-probabilities, by logits (1, vocab)."""
         ops, w = self.ops, self.draft_weights
         bias = ops.linear(ops.embed(w.markov_before, before), w.markov_after)
         return ops.top_k(ops.add(bias, logits), k)
 
 
 def joined(levels: tuple[np.ndarray, ...]) -> np.ndarray:
-    """Levels (1, k), (k, k), (k, k), ... as one array (n, k, k), the first level's row repeated."""
+    """Join levels (1, k), (k, k), (k, k), ... to one array (n, k, k), with the first level's row repeated."""
     return np.stack([np.broadcast_to(level, (level.shape[1], level.shape[1])) for level in levels])
 
 

@@ -33,7 +33,7 @@ def check_eagle3(checkpoint: Checkpoint, target: Target) -> None:
 
 
 def load_eagle3(checkpoint: Checkpoint, target: Model, progress: bool = False) -> "Eagle3Pair":
-    """`target` with the draft of `checkpoint` on the same backend."""
+    """Load the draft of `checkpoint` beside `target`, on the same backend."""
     first, fits = len(target.layout.layers), target_of(target.definition, target.config)
     config = read_config(checkpoint, fits)
     ids = target_ids(checkpoint, config, fits.vocab)
@@ -71,7 +71,7 @@ class Eagle3Pair(ChainPair):
         return logits
 
     def _fused(self, features: list[Array]) -> Array:
-        """One hidden state (T, hidden) of the tapped ones (T, hidden of the target) each."""
+        """Fuse the tapped hidden states, (T, hidden of the target) each, to one (T, hidden)."""
         ops, w, x = self.ops, self.draft_weights, None
         for i, feature in enumerate(features):
             if self.draft.norms_taps:
@@ -93,12 +93,12 @@ class Eagle3Pair(ChainPair):
         return self.ops.rms_norm(self._table(step), self.draft_weights.layers[0].attn_norm, self.draft.eps)
 
     def _hidden(self, state: State, step: Step, hidden: Array) -> tuple[Array, Array]:
-        """Return the row of `hidden` (T, hidden) before each row, unchanged and normed."""
+        """Return the row of `hidden` (T, hidden) before each row: as it is, and normed."""
         before = self.ops.parent_rows(hidden, self._state(state).last, step)
         return before, self.ops.rms_norm(before, self.draft_weights.layers[0].hidden_norm, self.draft.eps)
 
     def _both(self, name: str, embedded: Array, hidden: Array) -> Array:
-        """The product of a matrix whose columns are for the embedding, then for the hidden state."""
+        """Multiply by a matrix whose columns belong to the embedding, then to the hidden state."""
         ops, w = self.ops, self.draft_weights.layers[0]
         of_embedding = ops.linear(embedded, getattr(w, f"{name}_embed"))
         return ops.add(of_embedding, ops.linear(hidden, getattr(w, f"{name}_hidden")))

@@ -20,7 +20,7 @@ from common.tensors import Tensor, same_axes
 
 NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", "LlamaForCausalLM")
 IDS = "eagle_aux_hidden_state_layer_ids"
-EAGLE_CONFIG: dict[str, tuple[Any, ...]] = {  # the keys of eagle_config and what of them is supported; (): anything
+EAGLE_CONFIG: dict[str, tuple[Any, ...]] = {  # the keys of eagle_config and their supported values; (): any
     IDS: (),
     "use_aux_hidden_state": (True,),
     "use_input_layernorm_in_first_layer": (True,),
@@ -120,14 +120,14 @@ def read_config(checkpoint: Checkpoint, target: Target) -> Config:
 
 
 def config_alone(checkpoint: Checkpoint) -> tuple[Config, Target]:
-    """The configuration, checked against the target that the file itself states, of whatever depth."""
+    """Read the configuration, checked against the target that the file states, of any depth."""
     _, vocab, features = _stated(checkpoint, ANY_DEPTH)
     target = Target(features, vocab, ANY_DEPTH)
     return read_config(checkpoint, target), target
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """The layers before layers 2, n / 2 and n - 3 of a target of n, which a file without a list reads."""
+    """List the layers before layers 2, n / 2 and n - 3 of a target of n layers: the taps of a file without a list."""
     return tuple(i - 1 for i in (2, layers // 2, layers - 3))
 
 
@@ -228,7 +228,7 @@ def _gguf_config(checkpoint: Checkpoint) -> tuple[Config, int, int]:
 def target_ids(checkpoint: Checkpoint, c: Config, vocab: int) -> np.ndarray | None:
     """The target's id (c.vocab,) int32 of each token of the draft; None: both have the same `vocab` tokens.
 
-    A GGUF file's `d2t` lists these ids; that of a safetensors folder what to add to the draft's own.
+    A GGUF file's `d2t` lists these ids; that of a safetensors folder the differences to the draft's ids.
     """
     found = [tensor for name, tensor in checkpoint.tensors.items() if is_map(name, "d2t")]
     if not found:

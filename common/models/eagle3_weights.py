@@ -53,7 +53,7 @@ def layout(checkpoint: Checkpoint, c: Config, target: Target) -> Layout:
 def _fc(checkpoint: Checkpoint, c: Config, target: Target, prefix: str, fused: str, i: int) -> Stored:
     """The columns of `fc` for tap i, times the weight of a norm over all taps, where there is one.
 
-    Of that norm nothing else is needed: the hidden state's own norm undoes the factor of a row.
+    The norm's factor per row is left out: the hidden state's own norm cancels it.
     """
     start, whole = i * target.hidden, (c.hidden, len(c.taps) * target.hidden)
     fix = columns(start, target.hidden)

@@ -71,11 +71,11 @@ class Config:
     ranks: Ranks = ONE  # that share the heads and channels, of which the numbers above are this rank's
 
     def expands(self, rows: int, past: int) -> bool:
-        """Test whether `rows` rows after `past` committed ones need fewer products with keys and values written out.
+        """Test whether `rows` rows after `past` committed ones need fewer operations if keys and values are expanded.
 
-        Either form takes R (N + V) per head: for each row, to move it to the latents and back, or for each key, past
-        ones included, to expand it. Each pair of a row and a key then takes 2 R - N - V fewer. Few rows keep one form:
-        a token is computed alike as a step of its own and among drafted tokens.
+        Either form takes R (N + V) operations per head, to move each row to the latents and back, or to expand each
+        key, past ones included. Expanded, each pair of a row and a key takes 2 R - N - V fewer. Steps of few rows
+        always use one form, so that a token has the same bits in a step of its own and among draft tokens.
         """
         saved = 2 * self.latent - self.nope_dim - self.value_dim
         pays = rows * (past + rows) * saved > past * self.latent * (self.nope_dim + self.value_dim)
@@ -318,7 +318,7 @@ def mtp_spec(c: Config) -> LayerSpec:
 def forward(
     ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None), layers: range | None = None
 ) -> Array:
-    """The logits (n, vocab) of `rows` of the step; of some `layers`, what blocks.through returns."""
+    """Compute the logits (n, vocab) of `rows` of the step; for some `layers` the result of blocks.through."""
     return through(block, ops, c, w, state, step, rows, layers)
 
 
@@ -327,7 +327,7 @@ def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, kep
 
 
 def halves(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int) -> tuple[RowFn, RowFn]:
-    """Both halves of a layer, functions from x (T, hidden) to x and what the half adds."""
+    """Return both halves of a layer: functions from x (T, hidden) to x and what the half adds."""
     return partial(mixed, ops, c, w, state, step, layer), partial(ffn, ops, c, w, layer)
 
 
@@ -346,7 +346,7 @@ def ffn(ops: Ops, c: Config, w: Any, layer: int, x: Array) -> Array:
 
 
 def write_past(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: Array) -> None:
-    """Write the rows of x (T, hidden) to the layer's state, by attending: no op writes latent rows alone."""
+    """Write the rows of x (T, hidden) to the layer's state by running attention: no op writes latent rows alone."""
     mixed(ops, c, w, state, step, layer, x)
 
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction: the block that a model brings along to predict the token after the next (DeepSeek-V3, 2.2).
+"""Multi-token prediction: a block of the model that predicts the token after the next (DeepSeek-V3, 2.2).
 
 The block is one more layer of the model. Its row of a token reads the token's embedding beside the target's hidden
 state, after the last norm, of the position before; through the model's head its output predicts the next token. Its
@@ -48,7 +48,7 @@ class Config:
 
 
 def blocks_of(checkpoint: Checkpoint, definition: Any, c: Any) -> int:
-    """The number of multi-token-prediction blocks in the checkpoint, of a model of configuration `c`."""
+    """Count the multi-token-prediction blocks in the checkpoint of a model of configuration `c`."""
     names, layers = getattr(definition, "MTP", None), len(definition.state_spec(c))
     if names is None:
         return 0
@@ -151,7 +151,7 @@ def _one_after_other(mixed: RowFn, ffn: RowFn, x: Array) -> Array:
 
 
 def load_mtp(checkpoint: Checkpoint, target: Model, progress: bool = False) -> "MtpPair":
-    """`target` with the multi-token-prediction block of `checkpoint`, which may be the target's own."""
+    """Load the multi-token-prediction block of `checkpoint`, which may be the target's own, beside `target`."""
     tables, layers = layout(checkpoint, target.architecture, target.config), len(target.layout.layers)
     weights = load_weights(checkpoint, tables, target.ops, progress, layers, target.layout.out)
     parts = target.architecture, target.definition, target.config, target.layout, target.weights, target.ops
@@ -190,13 +190,13 @@ class MtpPair(ChainPair):
         return logits
 
     def _write(self, state: State, step: Step, hidden: Array) -> None:
-        """Leave the block's rows of the step in the state, given the target's last normed hidden states (T, hidden)."""
+        """Write the block's rows of the step to the state, given the target's last normed hidden states (T, hidden)."""
         w = self.draft_weights.layers[0]
         x = self._inputs(state, step, hidden)
         self.definition.write_past(self.ops, self.config, w, state, step, len(self.weights.layers), x)
 
     def _inputs(self, state: State, step: Step, hidden: Array) -> Array:
-        """The block's input (T, hidden): each row's token, and of `hidden` (T, hidden) the row before it."""
+        """Compute the block's input (T, hidden) from each row's token and the row of `hidden` (T, hidden) before it."""
         ops, w, eps = self.ops, self.draft_weights, self.config.eps
         before = ops.parent_rows(hidden, state[len(self.weights.layers)].last, step)
         token = ops.embed(self.weights.embed if w.embed is None else w.embed, step.tokens)

@@ -35,11 +35,11 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Pair(Model):
-    """A target that also fills its draft's state, so that one commit moves both and the draft reads no prompt.
+    """A target that also writes its draft's state, so that one commit advances both and the draft reads no prompt.
 
     draft          the draft's configuration
     draft_weights  the draft's weights, on the target's backend
-    spec           the speculative mode that is chosen where none is given
+    spec           the default speculative mode
     """
 
     repeats = False  # a draft's window is copied from where it lies
@@ -55,16 +55,16 @@ class Pair(Model):
     @property
     @abstractmethod
     def budgets(self) -> Sequence[int]:
-        """Depths of a chain among which a budget is chosen, ascending, from 0 to the deepest that `drafted` gives."""
+        """List the depths of a chain among which a budget is chosen, ascending, from 0 to the deepest of `drafted`."""
 
     @property
     def taps(self) -> Sequence[int]:
-        """List the layers of the target whose outputs the draft's rows are computed from, beside the last layer's."""
+        """List the layers of the target from whose outputs, beside the last layer's, the draft's rows are computed."""
         return ()
 
     @abstractmethod
     def last_layers(self, state: State, step: Step, rows: slice, layers: range, outputs: Mapping[int, Array]) -> Array:
-        """Compute the target's `layers` to the last one, and leave the draft's rows of the step in the state.
+        """Compute the target's `layers` to the last one, and write the draft's rows of the step to the state.
 
         Returns the logits (n, vocab) of `rows`. Layers before `layers` gave step.hidden, and those among the taps
         `outputs`, (T, hidden) by layer.
@@ -103,7 +103,7 @@ class Pair(Model):
     ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:
         """Draft the tokens after `token`, which follows a state: yields passes, receives `found` of each.
 
-        Returns ids and log-probabilities of the `k` likeliest tokens of each position, (n, k) each, on the host; n is
+        Returns ids and log-probabilities of the `k` best tokens of each position, (n, k) each, on the host; n is
         at most `depth` where each position costs time of its own. Where a position depends on the token before, they
         are (n, w, k), rows of candidates, of which row 0 of position 0 follows `token`; and a third array (n, w, k)
         has the row of the next position that follows each candidate, -1 for none.
@@ -121,7 +121,7 @@ class Pair(Model):
 
     @abstractmethod
     def run_pass(self, state: State, given: Any) -> Any:
-        """Compute a pass; further rows may follow the draft tokens', and logits may come with what a draft needs."""
+        """Compute a pass; more rows may follow those of draft tokens, and more arrays may come with the logits."""
 
     @property
     def shares_passes(self) -> bool:
@@ -137,7 +137,7 @@ class Pair(Model):
         """Return the rows of `propose_each` that are those of sequence `number`, from 0."""
 
     def found(self, passed: Any, asked: Pass) -> Any:
-        """Read what is asked for of a pass: ids and log-probabilities, (n, k) each; or return its rows."""
+        """Read the requested results of a pass: ids and log-probabilities, (n, k) each; or return its rows."""
         if asked.k:
             return self.ops.read_all(*self.ops.top_k(passed[: asked.positions], asked.k))
         if isinstance(passed, tuple):
@@ -168,7 +168,7 @@ class Pair(Model):
         return (ids, logp) if coupling is None else coupling.ranked(ids, logp, k, at)
 
     def of_target(self, ids: np.ndarray) -> np.ndarray:
-        """The target's ids of tokens of the draft's vocabulary."""
+        """Map tokens of the draft's vocabulary to the target's ids."""
         return ids
 
     @cached_property
@@ -187,8 +187,8 @@ class Pair(Model):
     @property
     @abstractmethod
     def target(self) -> Model:
-        """The model for steps after which nothing is drafted, over the same state."""
+        """Return the model for steps after which nothing is drafted, over the same state."""
 
     def head_logits(self, x: Any) -> Any:
-        """The logits (n, vocab) of x (n, hidden), normed, by the target's head."""
+        """Compute the logits (n, vocab) of normed x (n, hidden) by the target's head."""
         return head_product(self.ops, self.config, self.weights, x)

@@ -73,9 +73,9 @@ def _layer_weights(c: Config, at: Names, is_attention: bool) -> Table:
 
 
 def _dialect(checkpoint: Checkpoint) -> tuple[str, str]:
-    """The dialect and the prefix of its model-level names.
+    """Find the dialect and the prefix of its model-level names.
 
-    mlx-lm stores conv1d as (channels, taps, 1) and has then also added 1 to the norm weights.
+    mlx-lm stores conv1d as (channels, taps, 1); in such files it has also added 1 to the norm weights.
     """
     if checkpoint.format == "gguf":
         return "gguf", ""
@@ -185,7 +185,7 @@ def _moe_weights(c: Config, at: Names) -> Table:
     channels, shared = c.ranks.of(F), c.ranks.of(S)
 
     def experts(hf: str, gguf: str, shape: tuple[int, ...], shard: Shard | None) -> Stored:
-        """One stacked tensor, or in newer Hugging Face files one tensor per expert; quantized stacks as mlx-lm's."""
+        """Name experts: a stacked tensor, in newer Hugging Face files one per expert; quantized stacks as mlx-lm's."""
         if at.has(module := f"mlp.switch_mlp.{hf}.weight"):
             return Stored((at.prefix + module,), shape, shard=shard)
         if at.dialect == "hf" and not at.has(f"mlp.experts.{hf}"):
@@ -253,12 +253,12 @@ def mtp_spec(c: Config) -> LayerSpec:
 def forward(
     ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None), layers: range | None = None
 ) -> Array:
-    """The logits (n, vocab) of `rows` of the step; of some `layers`, what blocks.through returns."""
+    """Compute the logits (n, vocab) of `rows` of the step; for some `layers` the result of blocks.through."""
     return through(block, ops, c, w, state, step, rows, layers)
 
 
 def halves(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int) -> tuple[RowFn, RowFn]:
-    """Both halves of a layer, functions from x (T, hidden) to x and what the half adds."""
+    """Return both halves of a layer: functions from x (T, hidden) to x and what the half adds."""
     return partial(mixed, ops, c, w, state, step, layer), partial(ffn, ops, c, w)
 
 
@@ -292,7 +292,7 @@ def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> 
 
 
 def write_past(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: Array) -> None:
-    """Leave the keys and values of x (T, hidden) in an attention layer's state, as `mixed` would."""
+    """Write the keys and values of x (T, hidden) to an attention layer's state, as `mixed` would."""
     qkv = ops.linear(ops.rms_norm(x, w.mixer_norm, c.eps), w.qkv)
     ops.write_kv(*_keys_values(ops, c, w, step, qkv), state[layer].kv, step)
 
@@ -322,7 +322,7 @@ def dense_ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
 
 
 def moe_ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
-    """The best experts of each row, plus one shared expert with a sigmoid gate."""
+    """Add up the best experts of each row and one shared expert with a sigmoid gate."""
     assert c.experts
     experts = ExpertWeights(w.router, w.experts_gate_up, w.experts_down, w.gate_up, w.down, w.shared_gate)
     return ops.moe_ffn(x, experts, c.experts.top_k)

@@ -9,7 +9,7 @@ from common.step import State, Step
 
 
 class Tap:
-    """The ops of a backend, which keep the output of some layers in `taken`, by layer."""
+    """The ops of a backend that also keep the output of some layers, in `taken` by layer."""
 
     def __init__(self, ops: Ops, layers: Sequence[int]):
         self._ops, self._layers = ops, layers

@@ -11,7 +11,7 @@ from common.ops import Array, Ops
 from common.step import Pool, State, Step
 from common.storage import Kind, LayerSpec, all_specs, grows
 
-SINKS = 4  # first tokens that a bounded cache keeps: attention rests on them (Xiao et al., arXiv 2309.17453)
+SINKS = 4  # first tokens that a bounded cache keeps, attention sinks (Xiao et al., arXiv 2309.17453)
 
 
 class Windowed:
@@ -60,12 +60,12 @@ class Bounded(Windowed):
 
 
 def windowed(model: Model, window: int) -> Model:
-    """`model` with its attention kept to `window` positions; weights and states are shared."""
+    """Return `model` with attention limited to `window` positions; weights and states are shared."""
     return _with_ops(model, Windowed, "attention_window", window, 1, 0)
 
 
 def bounded(model: Model, size: int) -> Model:
-    """`model` whose full layers hold keys and values of at most `size` tokens, the first SINKS among them."""
+    """Return `model` whose full layers hold keys and values of at most `size` tokens, the first SINKS among them."""
     return _with_ops(model, Bounded, "max_kv_size", size, 2 * SINKS, SINKS)
 
 
