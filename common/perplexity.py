@@ -126,7 +126,7 @@ def scored_targets(windows: np.ndarray) -> np.ndarray:
 
 
 def score(model: LanguageModel, windows: np.ndarray) -> Iterator[Block]:
-    """Read the windows (W, N) and yield their scored rows, in order. Raises BimetalError for NaN and infinite logits."""
+    """Read the windows (W, N) and yield their scored rows in order. Raises BimetalError for NaN or infinite logits."""
     vocab, size = model.config.vocab, windows.shape[1]
     if windows.min() < 0 or windows.max() >= vocab:
         raise BimetalError(f"token id {windows.max()} of the text is outside the model's vocabulary of {vocab}")

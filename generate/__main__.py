@@ -37,15 +37,15 @@ def script() -> None:
     code = main(sys.argv[1:])
     try:
         sys.stdout.flush()
-    except OSError:  # which main has reported; what is left of the output would fail again at the end
+    except OSError:  # main has reported it; flushing the rest of the output at exit would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
 class Notes(io.FileIO):
-    """A file for notes, errors and logs, of which those are lost that cannot be written.
+    """A file for notes, errors and logs; lines that cannot be written are dropped.
 
-    A full disk, a terminal that was closed, or a reader that has gone does not end the work that the notes are about.
+    A full disk, a closed terminal or a closed pipe does not end the work that the notes report.
     """
 
     def write(self, data: Any) -> int:
@@ -58,12 +58,12 @@ class Notes(io.FileIO):
 def prepare_streams() -> None:
     """Open the null device in place of standard streams that are closed, and take ASCII, the C locale's, for UTF-8.
 
-    What the encoding of another locale lacks is written as "?". Bytes of stdin that are no text are read as half
-    surrogate pairs, which `prompt.decoded` refuses. What stderr cannot take is lost.
+    Characters that another locale's encoding lacks are written as "?". Bytes of stdin that are no text are read as half
+    surrogate pairs, which `prompt.decoded` refuses. Lines that stderr cannot take are dropped.
     """
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         stream = getattr(sys, name)
-        if stream is None:  # where the descriptor stays closed, the next file that is opened gets its number
+        if stream is None:  # otherwise the next opened file would get the closed descriptor's number
             opened = os.open(os.devnull, os.O_RDWR)
             if opened != descriptor:
                 os.dup2(opened, descriptor)
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
         return _fail(
             f"out of memory{': ' if str(error) else ''}{error}; try a smaller quantization or a smaller --ctx", 1
         )
-    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+    except BrokenPipeError:  # the reader of our output has closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command of parsed arguments; its exit code."""
+    """Run the command of parsed arguments; return its exit code."""
     if machines.rank() is not None:
         machines.check(args)
         if machines.is_follower():
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    """Run a command that is no reply to a prompt; its exit code."""
+    """Run a command other than a reply to a prompt; return its exit code."""
     match args.command:
         case "list" | "pull" | "rm":
             from generate import downloads

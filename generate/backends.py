@@ -1,4 +1,4 @@
-"""Choice of a backend, and loading of a model on it. No other module imports a backend."""
+"""Choose a backend, and load a model on it. No other module imports a backend."""
 
 import gc
 import platform
@@ -23,7 +23,7 @@ from generate.machines import rank
 
 @dataclass(frozen=True)
 class Found:
-    """One backend on this machine: whether it can run, on what, or what it lacks."""
+    """One backend on this machine: whether it can run, on which device, or what is missing."""
 
     name: str
     usable: bool
@@ -62,7 +62,7 @@ class Placement:
             self._check_ranks(self.tensor_parallel)
 
     def _check_ranks(self, count: int) -> None:
-        """Refuse what GPUs that share every layer cannot do."""
+        """Refuse options that exclude tensor parallelism on GPUs."""
         if len(self.devices) != count:
             listed = ",".join(map(str, self.devices))
             raise UsageError(f"tensor_parallel is {count}, and devices {listed} are {len(self.devices)}; give as many")
@@ -85,7 +85,7 @@ ONE_GPU = Placement()
 
 
 def placement_of(args: Any) -> Placement:
-    """The placement that parsed flags, or the options of a bench, ask for."""
+    """Return the placement that parsed flags, or the options of a bench, request."""
     draft_device = getattr(args, "draft_device", None)
     check_draft(draft_device, getattr(args, "draft", None))
     memory = getattr(args, "memory", None)
@@ -141,12 +141,12 @@ CACHED = 4096  # tokens beside which weights must fit
 
 
 def usable() -> list[Found]:
-    """The backends that this machine can run."""
+    """List the backends that this machine can run."""
     return [found for find in FINDERS.values() if (found := find()).usable]
 
 
 def choose(name: str | None, checkpoint: Checkpoint | None = None) -> Found:
-    """The backend called `name`, or by itself as CHOICE says; without a checkpoint, for a model that fits."""
+    """Return the backend `name`, or without one the choice by CHOICE; without a checkpoint, for a model that fits."""
     if name is not None and name not in FINDERS:
         raise UsageError(f"backend {name!r} is unknown; supported: {', '.join(NAMES)}")
     if name is None:
@@ -174,7 +174,7 @@ def _fits_numpy(checkpoint: Checkpoint) -> bool:
     run = predict_run(ops, config, layout, spec, tokens, ops.prefill_rows)
     try:
         weights = predict_weights(checkpoint, layout, ops)
-    except BimetalError:  # damaged: the same on every backend, for whoever loads it to report
+    except BimetalError:  # damaged on every backend: loading reports it
         return True
     return weights + sum(run) <= ops.free_bytes()[0]
 
@@ -189,7 +189,7 @@ def open_backend(
     """The ops of the chosen backend, in the precision of `checkpoint`; call it in the thread that will use them.
 
     random  on CUDA, ops that make quantized matrices at random
-    hot     on one CUDA GPU, what experts may take of its memory; None: all of them lie there
+    hot     on one CUDA GPU, the memory for hot experts; None: all experts are in its memory
     """
     shared = rank() is not None
     chosen = choose("mlx" if shared else name, checkpoint).name
@@ -224,9 +224,9 @@ def open_backend(
 
 
 def _needs(checkpoint: Checkpoint, placement: Placement, ops: Ops) -> tuple[list[int], int, int]:
-    """(bytes of each layer with its states, what is outside the layers with the first; hidden size; memory to give).
+    """Return (bytes by layer with its states, weights outside the layers with the first; hidden size; memory).
 
-    Of ranks that share every layer, bytes of this rank's part.
+    With tensor parallelism, bytes of this rank's part.
     """
     definition = architecture(checkpoint)[1]
     config = rank_config(definition, checkpoint, ops.ranks)
@@ -239,7 +239,7 @@ def _needs(checkpoint: Checkpoint, placement: Placement, ops: Ops) -> tuple[list
 
 
 def _check_memory(checkpoint: Checkpoint, placement: Placement, ops: Ops) -> None:
-    """Refuse a model that needs more than the memory that was named."""
+    """Refuse a model that needs more than the given memory."""
     if placement.memory is None:
         return
     if not is_defined(checkpoint):
@@ -266,7 +266,7 @@ def open_model(
     placement: Placement = ONE_GPU,
     experts: Callable[[Ops], OpenExperts] | HotExperts | None = None,
 ) -> Model:
-    """The checkpoint on the chosen backend: by our definition, or on MLX by mlx-lm's where we have none.
+    """Load the checkpoint on the chosen backend, by our definition, or without one by mlx-lm's on MLX.
 
     experts  gives what `load_model` opens experts with that are read while the model runs; or what experts may take of
              a GPU's memory
@@ -292,7 +292,7 @@ def leave_thread() -> None:
 
     Streams of MLX that outlive the thread abort the process at its end.
     """
-    gc.collect()  # ops that have run and their arrays hold one another, and Python counts no bytes of a GPU
+    gc.collect()  # ops and their arrays form reference cycles, and Python's collector does not see bytes of a GPU
     if "mlx.core" in sys.modules:
         import mlx.core as mx
 

@@ -1,7 +1,7 @@
 """`python -m generate batch IN OUT`: answer the requests of a JSON Lines file, or resume a stopped run.
 
 Requests are numbered in the order of IN. The id of an answer contains the number of its request and a checksum of its
-line. Answers are written as they are finished, in any order; by their ids a later run finds the requests that are left.
+line. Answers are written as they are finished, in any order; a later run finds the remaining requests by these ids.
 """
 
 import argparse
@@ -111,7 +111,7 @@ class Answered:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer what OUT lacks; raises BimetalError at the end where OUT has errors."""
+    """Answer the requests without an answer in OUT; raises BimetalError at the end if OUT has errors."""
     requests, out = Path(args.requests), Path(args.answers)
     with naming(out):
         return _run(args, requests, out)
@@ -153,7 +153,7 @@ def opened(requests: Path, out: Path) -> IO[bytes]:
 
 
 def read_answers(file: IO[bytes], out: Path) -> Answered:
-    """Find what OUT has, and drop a last line that a killed run has left unfinished; raises UsageError."""
+    """Read the answers in OUT, and drop an incomplete last line of a killed run; raises UsageError."""
     answered, end = Answered(), 0
     file.seek(0)
     for number, line in enumerate(file, 1):
@@ -174,7 +174,7 @@ def read_answers(file: IO[bytes], out: Path) -> Answered:
 
 
 def check_requests(requests: Path, out: Path, answered: Answered) -> int:
-    """Count the requests; raises UsageError where OUT has answers to others, or would have two of one name."""
+    """Count the requests; raises UsageError if OUT has answers to others, or would have two of one name."""
     total = known = checksums = 0
     named: dict[str, int] = {}  # lines by the custom_id that they give
     for request in read_requests(requests):
@@ -200,7 +200,7 @@ def check_requests(requests: Path, out: Path, answered: Answered) -> int:
 
 
 def read_requests(path: Path) -> Iterator[Request]:
-    """Yield the lines that are not empty; of one with more than MOST_BYTES bytes the beginning, a byte too long."""
+    """Yield the lines that are not empty; a line of more than MOST_BYTES bytes is cut after one byte more."""
     number = line = 0
     with path.open("rb") as file:
         while data := file.readline(MOST_BYTES + 1):
@@ -226,7 +226,7 @@ class Batch:
         self.options = {"on_prefill": lambda read, total: None} | dict(options)  # no bar beside that of requests
 
     async def run(self, requests: Path) -> None:
-        """Answer what is left; a few more requests are in memory than replies run at once."""
+        """Answer the remaining requests; a few more requests are in memory than replies run at once."""
         most, running = AHEAD * self.llm.parallel, set[asyncio.Task[None]]()
         try:
             for request in read_requests(requests):
@@ -269,7 +269,7 @@ class Batch:
         self.bar.update()
 
     async def _reply(self, url: str, fields: Fields) -> dict[str, Any]:
-        """The body of the reply to a request; raises ApiError."""
+        """Return the body of the reply to a request; raises ApiError."""
         if fields.flag("stream", False):
             raise fields.refuse("stream", "answers of a batch are written whole")
         parsed = DIALECTS[url](fields, self.facts)

@@ -1,4 +1,4 @@
-"""The formats of a model's KV cache, chosen by flags or by free memory (auto)."""
+"""Choose the formats of a model's KV cache, by flags or by free memory (auto)."""
 
 import argparse
 import sys
@@ -29,7 +29,7 @@ def named(choice: CacheChoice) -> str:
 
 
 def cached_spec(spec: Sequence[LayerSpec], choice: CacheChoice, ops: Ops) -> list[LayerSpec]:
-    """A model's specs with its caches as chosen; raises UsageError for what the backend has not."""
+    """Return a model's specs with the chosen caches; raises UsageError for formats that the backend lacks."""
     chosen = packed(spec, options_of(choice))
     check_pairs(chosen, ops.name, ops.cache_pairs)
     return chosen
@@ -44,7 +44,7 @@ def automatic(
     tokens: int,
     free: int | None = None,
 ) -> CacheOptions:
-    """Choose the first pair of LADDER with which `tokens` tokens fit, else the narrowest that the backend has.
+    """Choose the first pair of LADDER with which `tokens` tokens fit, else the narrowest that the backend supports.
 
     spec  without formats
     free  bytes beside the weights; None: what is free now, when they are loaded
@@ -81,5 +81,5 @@ def with_cache(model: Any, choice: CacheChoice, tokens: int) -> Any:
         options = automatic(choice, model.ops, model.config, model.layout, spec, tokens)
         print(chosen_by_memory(options, tokens, *model.ops.free_bytes()), file=sys.stderr)
     chosen = replace(model, cache=options)
-    _ = chosen.state_spec  # refuses what the backend has not
+    _ = chosen.state_spec  # refuses formats that the backend lacks
     return chosen

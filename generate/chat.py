@@ -103,19 +103,19 @@ class Chat:
             except BimetalError as error:
                 print(f"error: {printable(str(error))}", file=sys.stderr)
             except OSError as error:
-                if error.filename is None:  # of stdin or stdout themselves, which stay as they are
+                if error.filename is None:  # of stdin or stdout themselves: leave them open
                     raise
                 print(f"error: {printable(of_system(error))}", file=sys.stderr)
 
     def _read(self) -> str | None:
-        """The next message or command; None at the end of input. Raises Interrupted on Ctrl-C."""
+        """Read the next message or command; None at the end of input. Raises Interrupted on Ctrl-C."""
         try:
             return decoded(self._message, "the message")
         except EOFError:
             return None
 
     def _message(self) -> str:
-        """The next line, or the lines after one that is only three quotes, to the next such line."""
+        """Read the next line; after a line of only three quotes, all lines up to the next such line."""
         text = self.read_line("> ")
         if text.strip() != '"""':
             return text
@@ -125,7 +125,7 @@ class Chat:
         return "\n".join(lines)
 
     def _answer(self, messages: list[dict[str, Any]]) -> None:
-        """Reply to `messages`, which become the history with the reply; without any of a reply the history stays."""
+        """Reply to `messages`, which with the reply become the history; without any reply the history is unchanged."""
         with (
             Waiting() as waiting,
             self.llm.stream_chat(
@@ -145,7 +145,7 @@ class Chat:
             print(self.last_figures, file=sys.stderr)
 
     def _command(self, name: str, argument: str) -> bool:
-        """Run a command; True to leave."""
+        """Run a command; return True to leave."""
         argument = argument.strip()
         match name:
             case "quit" | "exit":
@@ -173,7 +173,7 @@ class Chat:
         return False
 
     def _set(self, name: str, value: str) -> None:
-        """Change an option for the replies to come, "default" takes a given one back; without a name, list them."""
+        """Set an option for later replies, "default" resets it; without a name, list the options."""
         if not name:
             for known in SETTINGS:
                 used = self.options.get(known, self.llm.recommended_options.get(known))
@@ -188,8 +188,8 @@ class Chat:
             kind = KINDS[SETTINGS[key]]
             raise UsageError(f"/set {key} takes {kind} or default, not {shown(value)}") from None
         options = {n: v for n, v in self.options.items() if n != key} | ({} if read is None else {key: read})
-        ChatOptions(**options)  # refuses values that no model takes
-        if key == "think":  # and what this model's template cannot
+        ChatOptions(**options)  # refuses values that no model supports
+        if key == "think":  # and those that this model's template does not support
             self.llm.render([*system_message(self.system), {"role": "user", "content": "a"}], think=read)
         self.options = options
 

@@ -45,7 +45,7 @@ ELSEWHERE = {  # what commands of Ollama, mlx-lm, vLLM and the Hub's client are 
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The parsed arguments.
+    """Parse the arguments of the command line.
 
     command  a key of COMMANDS, or "prompt" or "chat"
     options  of prompt and chat: checked keyword arguments of LLM.stream; of bench: a BenchOptions
@@ -69,7 +69,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _check_words(argv: list[str]) -> None:
-    """Refuse what argparse would take for something else: an unknown command, and a value "--"."""
+    """Refuse words that argparse would misread: an unknown command, and a value "--"."""
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         hint = f"commands: {', '.join(COMMANDS)}; a prompt goes after --prompt"
         if form := ELSEWHERE.get(argv[0]):
@@ -103,7 +103,7 @@ def _finish_text(args: argparse.Namespace) -> None:
 
 
 def _given_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of generation among the flags that were given; refuses what no model takes before one is loaded."""
+    """Collect the given options of generation; refuses values that no model supports before one is loaded."""
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name, None) is not None}
     GenerationOptions(**given)
     kind, has_draft = given.get("spec"), getattr(args, "draft", None) is not None
@@ -115,17 +115,17 @@ def _given_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _load_options(args: argparse.Namespace) -> LoadOptions:
-    """The options of loading among the flags of a command that has some or all of them."""
+    """Collect the given options of loading, of a command that has some or all of their flags."""
     given: dict[str, Any] = {name: getattr(args, name) for name in LOAD if hasattr(args, name)}
     if args.command in ("prompt", "chat"):
-        given["parallel"] = 1  # so that others' states take no memory
+        given["parallel"] = 1  # so that no memory is reserved for other replies
     if args.command == "serve":
         given["queue"] = args.max_queue
     return LoadOptions(progress=True, **given)
 
 
 def _finish(args: argparse.Namespace, rest: list[str]) -> None:
-    """Check what argparse cannot: a model named once, and flags of one bench.
+    """Check what argparse does not: that the model is named once, and flags are those of one bench.
 
     rest  what follows `--`, for the program that is launched
     """

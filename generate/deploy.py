@@ -22,7 +22,7 @@ from generate.server.service import Service
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 OWN = ("replicas", "max_replicas", "gpus_per_replica", "cpus_per_replica")
-RAYS = ("host", "port")  # of Ray's proxy, which listens
+RAYS = ("host", "port")  # of Ray's proxy, which listens in place of the server
 QUEUED = 8  # requests queued in a replica, so that no slot waits for Ray
 TARGET = 0.7  # share of a replica's slots above which another replica is started
 
@@ -64,7 +64,7 @@ def app(args: dict[str, Any]) -> serve.Application:
 
 
 def proxy() -> list[Middleware]:
-    """The middleware of Ray's proxies: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=generate.deploy:proxy."""
+    """Return the middleware of Ray's proxies: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=generate.deploy:proxy."""
     return [Middleware(PromptAffinity)]
 
 
@@ -84,7 +84,7 @@ class Replica:
         return build(self._service, self._policy, self._log)
 
     async def check_health(self) -> None:
-        """Raise where the model's thread or its device does not answer; passes the server's figures on to Ray."""
+        """Raise if the model's thread or its device does not answer; report the server's figures to Ray."""
         await self._service.llm.acheck()
         self._figures.pass_on(self._service)
 
@@ -93,7 +93,7 @@ class Replica:
 
 
 class Figures:
-    """Passes a server's figures on to Ray's metrics, which name the replica."""
+    """Reports a server's figures to Ray's metrics, which add the replica's name."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, Any] = {}
@@ -126,7 +126,7 @@ def _amount(name: str, value: Any) -> float:
 
 
 def _flags(given: Mapping[str, Any]) -> list[str]:
-    """The flags of `serve` for `key=value` arguments: true gives a flag without a value, a list repeats it."""
+    """Make the flags of `serve` from `key=value` arguments: true gives a flag without a value, a list repeats it."""
     found = []
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"

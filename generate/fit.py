@@ -40,9 +40,9 @@ ON_TOP_OF_CUDA = "CUDA's context and libraries come on top"
 
 @dataclass(frozen=True)
 class Candidate:
-    """One model of a folder or a repository: what to call it, and what it takes at a number of tokens within a limit.
+    """One model of a folder or a repository: its name, and the memory it takes for a number of tokens within a limit.
 
-    contexts  numbers of tokens to judge it at, rising
+    contexts  numbers of tokens at which it is judged, ascending
     stored    bytes of its tensors in the files
     cache     formats of its KV cache, from tokens and bytes of memory
     streamed  of a mixture: what is in memory with --stream-experts, on CUDA --spark, from tokens and bytes of memory
@@ -114,7 +114,7 @@ def _checkpoints(name: str) -> Iterator[tuple[dict[str, Path], str]]:
     try:
         listing = hub.remote_listing(match["repo"], None)
     except hub.HubUnavailableError:
-        yield _local(hub.resolve_model(name)), ""  # the cached copy, or the reason why there is none
+        yield _local(hub.resolve_model(name)), ""  # the cached copy, or the error
         return
     with TemporaryDirectory(prefix="bimetal-") as folder:
         entries, files = _choose(listing, match["repo"], match["file"], match["quant"])
@@ -123,7 +123,7 @@ def _checkpoints(name: str) -> Iterator[tuple[dict[str, Path], str]]:
 
 
 def _choose(listing: Listing, repo: str, file: str | None, quant: str | None) -> tuple[list[str], list[str]]:
-    """The models of a repository, by the path to open ("" for its safetensors), and all files that they need."""
+    """List the models of a repository, by the path to open ("" for its safetensors), and all files that they need."""
     if file or quant:
         files, entry = choose_files(listing.sizes, repo, file, quant)
         return [entry], files
@@ -134,7 +134,7 @@ def _choose(listing: Listing, repo: str, file: str | None, quant: str | None) ->
 
 
 def _models(paths: Iterable[str]) -> list[str]:
-    """The GGUF models among files: the first part of each, no vision towers and no calibration data."""
+    """List the GGUF models among files: the first part of each, without vision towers and calibration data."""
     later_part = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
     ggufs = (path for path in paths if path.endswith(".gguf") and not later_part.search(path))
     return sorted(p for p in ggufs if "mmproj" not in Path(p).name and not Path(p).name.startswith("imatrix"))
@@ -150,7 +150,7 @@ def _local(path: Path) -> dict[str, Path]:
 
 
 def _labelled(entries: Iterable[str]) -> dict[str, str]:
-    """Paths by quantization, or by themselves where two are of one; "" is "safetensors"."""
+    """Label paths by quantization, or by path if two share one; "" is "safetensors"."""
     labelled: dict[str, str] = {}
     for entry in entries:
         label = quant_label(entry) if entry.endswith(".gguf") else entry or "safetensors"
@@ -239,7 +239,7 @@ def _stored(checkpoint: Checkpoint) -> str:
 def _best(candidates: list[Candidate], needs: dict[tuple[str, int], Need], limit: int) -> Candidate | None:
     """Choose the largest weights that fit with 32768 tokens, or with all that model or user ask for, else with fewer.
 
-    Of weights that take equal memory, as on a backend that decodes them, the ones with the most stored bytes.
+    Among weights of equal size in memory (on a backend that decodes them), choose those with the most stored bytes.
     """
     for most in reversed(CONTEXTS):
         at = {c.label: max((n for n in c.contexts if n <= most), default=c.contexts[0]) for c in candidates}

@@ -17,7 +17,7 @@ from generate.loading import load_all, resolve_draft
 
 
 def follow(args: argparse.Namespace) -> int:
-    """Hold this rank's part of the model, and compute what rank 0 orders, until it ends; 0."""
+    """Load this rank's part of the model, and run rank 0's orders until it ends; return 0."""
     options = args.load
     limit: Any = options.memory  # the option's rule has made it bytes
     path = resolve_model(PATH.accept("model", args.model), progress=False)
@@ -30,9 +30,9 @@ def follow(args: argparse.Namespace) -> int:
 
 
 def join(model: Model, states: Sequence[State], own: Sequence[int], parts: Sequence[Step]) -> tuple[Model, Any, Step]:
-    """The model, the state and the step that run `parts` of several sequences as one step.
+    """Return the model, the state and the step that run `parts` of several sequences as one step.
 
-    own  of each sequence, the number of layers that are its own, as JoinedState has it
+    own  of each sequence, the number of its own layers, as in JoinedState
     """
     step = JoinedStep.of(parts, np.concatenate([part.tokens for part in parts]))
     return joined(model), JoinedState(states, own), step

@@ -148,7 +148,7 @@ def _memory(checkpoint: Checkpoint, layout: Layout, spec: Any, context: int, ops
 
 
 def _formats(spec: Any, ops: Ops) -> None:
-    """Bytes that a token adds with keys and values in each format that the backend has for this model."""
+    """Count the bytes per token with keys and values in each format that the backend supports for this model."""
     print("\nKV cache formats: bytes that a token adds, keys and values alike (--cache-type-k, --cache-type-v)")
     for name in (NATIVE, *FORMATS):
         try:
@@ -161,7 +161,7 @@ def _formats(spec: Any, ops: Ops) -> None:
 
 
 def _experts(checkpoint: Checkpoint, layout: Layout, config: Any, ops: Ops) -> None:
-    """Describe what a mixture's experts take, and what of them stays in memory with --stream-experts."""
+    """Describe the memory of a mixture's experts, and the part that --stream-experts keeps in memory."""
     if not expert_matrices(layout):
         return
     try:

@@ -1,4 +1,4 @@
-"""Ctrl-C while the command line is imported, which no `except` of its own covers yet."""
+"""Handle Ctrl-C while the command line is imported, before its own `except` is active."""
 
 import os
 import signal

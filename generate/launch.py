@@ -1,6 +1,6 @@
 """`python -m generate launch CLIENT`: start a coding agent on a server of ours, with the settings that it needs.
 
-Nothing is written to the client's own files: settings go by environment variables and arguments, for this run alone.
+Nothing is written to the client's own files: settings are environment variables and arguments, for this run alone.
 """
 
 import argparse
@@ -25,7 +25,7 @@ LEAST_CONTEXT = 16_384  # tokens: agents send 12 thousand and more before the fi
 
 @dataclass(frozen=True)
 class Served:
-    """A running server: where it is, its model, the model's context, and the key to send."""
+    """A running server: its address, its model, the model's context, and the key to send."""
 
     url: str
     model: str
@@ -48,7 +48,7 @@ class Client:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Become the client; returns only with --dry-run, after printing what would be started."""
+    """Replace this process by the client; with --dry-run print what would be started, and return."""
     client = CLIENTS[args.client]
     served = find(args.url, os.environ.get(KEY, ""))
     if served.context and served.context < LEAST_CONTEXT:
@@ -97,7 +97,7 @@ def codex(served: Served) -> tuple[Mapping[str, str], Sequence[str]]:
 
 
 def claude(served: Served) -> tuple[Mapping[str, str], Sequence[str]]:
-    """Settings of Claude Code: all its models are the served one; what would change a request's beginning is off."""
+    """Return settings of Claude Code: all models are the served one; nothing changes the beginning of a request."""
     models = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")))
     context = {"CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context)} if served.context else {}
     return context | {

@@ -1,6 +1,6 @@
 """Read a line of a chat: on a terminal with history, completion and pasted lines, else as input() does.
 
-A terminal is read through prompt_toolkit, since readline takes each line of a paste for a message.
+A terminal is read through prompt_toolkit, because readline would read each line of a paste as a message.
 """
 
 import os
@@ -18,7 +18,7 @@ class Interrupted(Exception):  # noqa: N818  a key, no error
 
 
 def line_reader(*completions: Sequence[str]) -> Callable[[str], str]:
-    """A function of a prompt that returns the line, or the pasted lines, that a person enters.
+    """Return a function that shows a prompt and returns the entered line, or the pasted lines.
 
     completions  commands to complete, by what they begin with
 

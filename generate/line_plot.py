@@ -20,7 +20,7 @@ class Line:
 
 
 def draw(title: str, *panels: tuple[str, str, Sequence[Line]]) -> str:
-    """Panels side by side, each (label of x, label of y, lines); both axes begin at 0."""
+    """Draw panels side by side, each (label of x, label of y, lines); both axes begin at 0."""
     parts = [_text(WIDTH * len(panels) / 2, 16, title, "middle", 13)]
     for i, panel in enumerate(panels):
         parts.append(f'<g transform="translate({i * WIDTH},0)">{_panel(*panel)}</g>')
@@ -65,7 +65,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 11, 
 
 
 def _round_up(value: float) -> float:
-    """The next number whose quarter is round; powers of two stay as they are."""
+    """Round up to a number whose quarter is round; powers of two are kept."""
     if value == 2 ** round(math.log2(value)):
         return value
     unit = 10 ** math.floor(math.log10(value))

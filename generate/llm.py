@@ -51,9 +51,9 @@ from generate.progress import PrefillBar
 from generate.streaming import save_profile
 from generate.streams import DONE, AsyncStream, Reply, Start, Stream
 
-MOST_HEADERS = 64  # of replies that are remembered, by template and its options
+MOST_HEADERS = 64  # headers of replies that are remembered, by template and its options
 BUSY = 1  # seconds between two tests of whether calls run
-AHEAD = 4  # replies of a list that are submitted, times those that run at once, so that no slot waits for the oldest
+AHEAD = 4  # submitted replies of a list, as a multiple of those that run at once: no slot waits for the oldest
 PROMPTS, CONVERSATIONS = (str, list, tuple, np.ndarray), (list, tuple)  # the types of each of a list of them
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -86,10 +86,10 @@ def _shut(owner: OwnerThread, running: Running) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prompt that `LLM.astream_prepared` reads, once or several times.
+    """A prompt for `LLM.astream_prepared`, once or several times.
 
     tokens  of the prompt
-    parser  makes what parses one reply; None: the reply is plain text
+    parser  makes the parser of one reply; None: the reply is plain text
     turns   the turns that a chat template shows in it
     """
 
@@ -116,8 +116,8 @@ class LLM:
     ):
         """Load a model.
 
-        check   called with the tokenizer before weights are loaded; what it raises ends the loading
-        window  WeDLM's options for calls that give none of them, in place of the calibrated ones; `spec` may be given
+        check   called with the tokenizer before weights are loaded; an exception ends the loading
+        window  default WeDLM options of calls, in place of the calibrated ones; a call may still give `spec`
         """
         options = self._options = options or LoadOptions()
         draft = None if options.draft is None else str(options.draft)
@@ -189,13 +189,13 @@ class LLM:
 
     @property
     def activity(self) -> Activity:
-        """Counts and rates of the model's current work."""
+        """Return counts and rates of the model's current work."""
         self._check_open()
         return activity_of(self._engine)
 
     @property
     def step_tokens(self) -> Histogram:
-        """The steps of prompts and of decoding so far, by their tokens; it grows while the model works."""
+        """Return the histogram of steps by their tokens, which grows while the model works."""
         self._check_open()
         return self._engine.step_tokens
 
@@ -335,7 +335,7 @@ class LLM:
     def matched_tokens(self, prompt: Prompt) -> int:
         """Count the first tokens of `prompt` (text or token ids) that a slot or the prefix cache holds.
 
-        A call may take fewer, which its `stats.cached_tokens` counts: those of which a state is kept.
+        A call may reuse fewer, counted by its `stats.cached_tokens`: those with a kept state.
         """
         ids = self._ids(prompt)
         return self._submit(lambda: matched_tokens(self._engine, ids)).result()
@@ -353,9 +353,9 @@ class LLM:
 
     @property
     def expert_stats(self) -> ExpertStats | None:
-        """Costs so far of experts that are read while the model runs; None where all experts are in memory.
+        """Return the counters of streamed experts so far; None if all experts are in memory.
 
-        On CUDA the costs of the last few steps may be missing: the thread that owns the model counts them later.
+        On CUDA the last few steps may be missing: the thread that owns the model counts them later.
         """
         engine = self._loaded
         stream = None if engine is None else getattr(engine.model, "expert_stream", None)
@@ -367,7 +367,7 @@ class LLM:
         if engine is None:  # two threads have closed it
             return
         engine.close()
-        _cancel(self._running)  # also a call that came since
+        _cancel(self._running)  # also calls since then
         engine.drain()
         stream = getattr(engine.model, "expert_stream", None)
         self._owner.turn = lambda: False
@@ -395,7 +395,7 @@ class LLM:
 
     @property
     def _engine(self) -> Engine:
-        """The engine; raises BimetalError if another thread has closed the model since `_check_open`."""
+        """Return the engine; raises BimetalError if another thread has closed the model since `_check_open`."""
         engine = self._loaded
         if engine is None:
             raise self._closed()
@@ -416,7 +416,7 @@ class LLM:
     async def acheck(self) -> None:
         """Check that the model still runs: its thread answers, between two steps, and its device reports free memory.
 
-        Raises what the device raises, and BimetalError where the model is closed. Waits for as long as a step takes.
+        Raises the device's exceptions, and BimetalError for a closed model. Waits for at most one step.
         """
         await asyncio.wrap_future(self._submit(lambda: self._engine.model.ops.free_bytes()))
 
@@ -425,7 +425,7 @@ class LLM:
         return self._owner.submit(job)
 
     def _submit_steps(self, steps: Callable[[Model], Generator[None, None, Any]]) -> Any:
-        """Have the owner thread run a generator over the model; between its steps replies go on."""
+        """Have the owner thread run a generator over the model, alternating with steps of replies."""
 
         def run() -> Generator[None, None, Any]:
             return (yield from steps(self._engine.model))  # at its first step
@@ -445,7 +445,7 @@ class LLM:
         return check_tokens(prompt, self.vocab_size)
 
     def _prepare_chat(self, messages: Sequence[Message], options: ChatOptions) -> Prepared:
-        """Render and encode a conversation, and find its turns: what the next prompt may repeat of this one."""
+        """Render and encode a conversation, and find its turns: the parts that the next prompt may repeat."""
         how = dict(options.template or {}) | {"think": options.think, "parse_special": options.parse_special}
         render: Render = partial(self.tokenizer.chat_prompt, tools=options.tools, **how)
         prompt = render(messages, context=self.context)
@@ -457,7 +457,7 @@ class LLM:
         return Prepared(prompt.tokens, parser, turns)
 
     def _reply_header(self, render: Render, template: str, how: Mapping[str, Any]) -> list[int]:
-        """Return the tokens by which a template with its options begins a reply; to find them takes 1 ms, once."""
+        """Return the tokens by which a template with its options begins a reply; finding them takes 1 ms, once."""
         key = template, repr(sorted(how.items()))
         header = self._headers.get(key)
         if header is None:
@@ -502,7 +502,7 @@ class LLM:
 
             def ended(error: BaseException | None) -> None:
                 prefill.close()
-                if isinstance(error, StopIteration | StopAsyncIteration):  # which would end the caller's loop
+                if isinstance(error, StopIteration | StopAsyncIteration):  # it would end the caller's loop
                     error = RuntimeError(f"a function of the call raised {type(error).__name__}")
                 put(DONE if error is None else error)
 

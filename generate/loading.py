@@ -1,4 +1,4 @@
-"""Loading of a model and its draft, and division of the remaining memory among context and replies."""
+"""Load a model and its draft, and divide the remaining memory among context and replies."""
 
 import sys
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from generate.caches import with_cache
 from generate.spark import hot_experts
 from generate.streaming import opener
 
-PARALLEL = 8  # replies at the same time, where a step may serve several
-RESERVED = 4  # where each of them reserves memory
+PARALLEL = 8  # replies at the same time, if a step may have rows of several
+RESERVED = 4  # if each of them reserves memory
 
 
 def resolve_draft(name: str, target: Checkpoint, progress: bool) -> Path:
     """Return the local path of a draft, after a check that its files fit `target`.
 
-    This comes before weights are loaded, so that a download or a check that fails costs no time.
+    Runs before weights are loaded, so that a download or a check that fails wastes no time.
 
     name  "demo", "mtp" for a block of the target's own files, or as `resolve_model` takes it
     """
@@ -40,7 +40,7 @@ def resolve_draft(name: str, target: Checkpoint, progress: bool) -> Path:
 def load_all(
     checkpoint: Checkpoint, draft: Path | None, options: LoadOptions, placement: Placement, progress: bool
 ) -> Model:
-    """Load the model of `checkpoint`, as `options` have its experts and its cache, and the draft beside it."""
+    """Load the model of `checkpoint`, with experts and cache by `options`, and the draft beside it."""
     experts = opener(options) or hot_experts(options, checkpoint, placement)
     model = open_model(checkpoint, options.backend, progress, placement, experts)
     model = with_cache(model, options, options.ctx or model.config.context)
@@ -71,7 +71,7 @@ def make_room(model: Model, options: LoadOptions) -> Room:
     pooled = parallel if ops.joins else 1
     if pooled > 1:
         ops.prefill_rows = min(ops.prefill_rows, SHARED_PREFILL_ROWS)
-    if ops.reserves and not ops.expert_vram:  # which was divided for the preferred rows
+    if ops.reserves and not ops.expert_vram:  # whose budget was computed for the preferred rows
         sizes = model.config, *model.memory_layout
         ops.prefill_rows = rows_that_fit(ops, *sizes, context, pooled)
     if not options.ctx and options.max_kv_size is None and ops.reserves:
@@ -88,7 +88,7 @@ def make_room(model: Model, options: LoadOptions) -> Room:
 
 
 def _usual_parallel(model: Model, options: LoadOptions) -> int:
-    """Replies at the same time where their number is not given: one where several would leave too little memory."""
+    """Choose the default number of replies at the same time: one, if several would leave too little memory."""
     ops = model.ops
     if not ops.reserves or not ops.joins:
         return PARALLEL if ops.joins else 1

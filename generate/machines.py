@@ -1,4 +1,4 @@
-"""Processes that mlx.launch starts for one model: the rank of this process, and the options that they take."""
+"""Processes that mlx.launch starts for one model: the rank of this process, and checks of options."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ ONE_MACHINE = ("devices", "spark", "stream_experts", "attention_window", "max_kv
 
 
 def rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The number of this process in the group that mlx.launch has started; None: it is alone."""
+    """Return the number of this process in the group that mlx.launch has started; None: it is alone."""
     number = environment.get("MLX_RANK", "")
     several = environment.get("MLX_HOSTFILE") or environment.get("MLX_JACCL_COORDINATOR")
     return int(number) if several and number.isdecimal() else None
@@ -35,14 +35,14 @@ def is_follower() -> bool:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what a group of machines cannot do: UsageError."""
+    """Refuse commands that a group of machines does not support: UsageError."""
     if args.command not in COMMANDS:
         raise UsageError(f"the command {args.command} runs on one machine; on several: a prompt, --chat and serve")
     check_load(args.load)
 
 
 def check_load(options: LoadOptions) -> None:
-    """Refuse options of loading that this process, alone or in a group of machines, cannot follow: UsageError."""
+    """Refuse options of loading that this process, alone or in a group of machines, does not support: UsageError."""
     ranks = options.tensor_parallel
     on_gpus = rank() is None and options.devices
     if ranks is not None and ranks != size() and not on_gpus:

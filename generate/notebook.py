@@ -1,7 +1,7 @@
-"""Replies and models in a notebook. A model's text is untrusted: it may format, and no more.
+"""Show replies and models in a notebook. A model's text is untrusted: only formatting is allowed.
 
 Markdown passes HTML through, so every "<" of a model's text becomes an entity; code, where entities would show, becomes
-escaped HTML. Pictures are not fetched, and links lead to http and https alone.
+escaped HTML. Images are not fetched, and only links to http and https work.
 """
 
 import html
@@ -25,7 +25,7 @@ def in_notebook() -> bool:
 
 
 def reply_markdown(text: str, reasoning: str, calls: Sequence[str], finish_reason: str, stats: Stats) -> str:
-    """A reply as Markdown: reasoning folded, text, tool calls, and a line of statistics.
+    """Write a reply as Markdown: folded reasoning, text, tool calls, and a line of statistics.
 
     calls  the tool calls as text
     """
@@ -45,7 +45,7 @@ def reply_markdown(text: str, reasoning: str, calls: Sequence[str], finish_reaso
 
 
 def model_card(name: str, facts: dict[str, str]) -> str:
-    """A model as a small HTML table."""
+    """Write a model as a small HTML table."""
     left = 'style="text-align:left"'
     rows = "".join(
         f"<tr><th {left}>{html.escape(key)}</th><td {left}>{html.escape(value)}</td></tr>"
@@ -55,7 +55,7 @@ def model_card(name: str, facts: dict[str, str]) -> str:
 
 
 def safe_markdown(text: str) -> str:
-    """Markdown of `text` in which nothing but formatting has an effect."""
+    """Write Markdown of `text` in which only formatting has an effect."""
     return "\n".join(_blocks(text.splitlines()))
 
 

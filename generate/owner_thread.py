@@ -1,6 +1,6 @@
-"""The one thread that owns a loaded model: it runs the jobs that callers hand it, and the engine's turns between jobs.
+"""The thread that owns a loaded model: it runs jobs of callers, and between jobs the engine, turn by turn.
 
-A long job is a generator, of which a step runs between turns.
+A long job is a generator; one of its steps runs between two turns.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from common.errors import CLOSED, BimetalError
 
 T = TypeVar("T")
 Job = Callable[[], T] | Generator[None, None, T]
-MOST_PAUSE = 2.0  # limit of the seconds between two steps of a job, because a first step may take long to compile
+MOST_PAUSE = 2.0  # most seconds between two steps of a job: its first step may be long because kernels compile
 
 
 class Inbox:
@@ -46,7 +46,7 @@ class Inbox:
             self._due(self.deliver)
 
     def deliver(self) -> None:
-        """Wake the loop, from the owner thread; a closed loop is sent nothing."""
+        """Wake the loop, from the owner thread; a closed loop is left alone."""
         self._is_due = False
         loop = self._loop()
         try:
@@ -92,7 +92,7 @@ class OwnerThread:
         return os.getpid() == self._process
 
     def check(self) -> None:
-        """Refuse callers who would wait for ever; raises BimetalError."""
+        """Refuse calls that would wait for ever; raises BimetalError."""
         if not self.is_here:
             raise BimetalError(
                 f"the model was loaded in process {self._process} and does not survive os.fork(); load it in process "
@@ -133,7 +133,7 @@ class OwnerThread:
             raise BimetalError(CLOSED)
 
     def _refuse_jobs(self) -> None:
-        """End the jobs that nobody will run."""
+        """End the jobs that will not run."""
         with suppress(queue.Empty):
             while True:
                 if (item := self._jobs.get_nowait()) is not None and item[0].set_running_or_notify_cancel():
@@ -179,7 +179,7 @@ class OwnerThread:
                 self._step()
 
     def _serve(self, future: Future, job: Job[Any]) -> None:
-        """Run a job, or let a long one wait for its steps."""
+        """Run a job, or queue a long one, whose steps run later."""
         if isinstance(job, Generator):
             self._long.append((future, job))
             return
@@ -192,7 +192,7 @@ class OwnerThread:
         self.deliver()
 
     def _step(self) -> None:
-        """Run a step of the oldest long job, and put off the next one by the time that it took."""
+        """Run a step of the oldest long job, and delay the next one by the time that the step took."""
         self.deliver()
         started = time.perf_counter()
         if not _goes_on(*self._long[0]):
@@ -201,7 +201,7 @@ class OwnerThread:
         self._next_step = ended + min(ended - started, MOST_PAUSE)
 
     def _turn(self) -> bool:
-        """Call `turn`; no work counts as left after one that fails."""
+        """Call `turn`; after a failure no work counts as left."""
         try:
             return self.turn()
         except Exception:  # of nobody's call

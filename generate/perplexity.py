@@ -1,4 +1,4 @@
-"""`python -m generate perplexity MODEL --text FILE`: how well a model predicts a text, and how far from another one."""
+"""`python -m generate perplexity MODEL --text FILE`: perplexity of a text, and KL divergence from another model."""
 
 import argparse
 import json
@@ -74,7 +74,7 @@ def window_size(args: argparse.Namespace, model: Any) -> int:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; raises BimetalError where it is not UTF-8."""
+    """Read the text of a file; raises BimetalError if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -88,7 +88,7 @@ def _load(path: Path, args: argparse.Namespace) -> tuple[Model, Tokenizer]:
 
 
 def _exact_tokens(model: Model) -> int:
-    """Count the tokens of a sequence up to which nothing is read from the codes of a compressed cache."""
+    """Count the tokens of a sequence up to which a compressed cache reads none from codes."""
     return min((s.packing.exact for s in all_specs(model.state_spec) if grows(s) and s.is_packed), default=0)
 
 

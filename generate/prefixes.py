@@ -1,4 +1,4 @@
-"""The prefix cache of a loaded model: its size, its tiers, and the fingerprint of what its states depend on."""
+"""The prefix cache of a loaded model: its size, its tiers, and the fingerprint of all that its states depend on."""
 
 import ctypes
 import os
@@ -42,7 +42,7 @@ class Trim:
 
 
 def memory_budget(choice: PrefixChoice) -> int:
-    """Bytes for states on the host."""
+    """Return the bytes for states on the host."""
     if choice.cache_memory is not None:
         return int(choice.cache_memory)
     return min(available_bytes()[0] // SHARE, MOST)
@@ -51,10 +51,10 @@ def memory_budget(choice: PrefixChoice) -> int:
 def open_prefixes(
     model: Model, checkpoints: Sequence[Checkpoint], choice: PrefixChoice, facts: Sequence[object]
 ) -> PrefixCache | None:
-    """The cache for `model`; None where its states cannot be saved, or nothing may be kept.
+    """Open the cache for `model`; None if its states cannot be saved, or the budget is 0.
 
     checkpoints  of the model, and of its draft
-    facts        what else changes bits: the card, the placement, windows
+    facts        other values that change bits: the card, the placement, windows
     """
     budget = memory_budget(choice)
     if not isinstance(model, Model) or (budget == 0 and choice.cache_dir is None):
@@ -67,7 +67,7 @@ def open_prefixes(
 
 
 def fingerprint(model: Model, checkpoints: Sequence[Checkpoint], facts: Sequence[object]) -> str:
-    """All that the bits of a state depend on beside its tokens and its long steps, as 32 hexadecimal digits."""
+    """Hash all that the bits of a state depend on, beside its tokens and long steps: 32 hexadecimal digits."""
     hashed = blake2b(digest_size=16)
     for part in _parts(model, checkpoints, facts):
         hashed.update(len(part).to_bytes(8, "little") + part)
@@ -89,7 +89,7 @@ def _parts(model: Model, checkpoints: Sequence[Checkpoint], facts: Sequence[obje
 
 
 def _identity(tensor: Tensor) -> Iterator[bytes]:
-    """Name, type, shape, and the bytes at both ends: a fine-tuned model differs in these alone."""
+    """Describe a tensor: name, type, shape, and the bytes at both ends, in which fine-tuned models differ."""
     for part in (tensor, tensor.scales, tensor.biases):
         if part is not None:
             yield f"{part.name} {part.type} {part.shape} {part.bits} {part.group_size}".encode()
@@ -99,7 +99,7 @@ def _identity(tensor: Tensor) -> Iterator[bytes]:
 
 @cache
 def _sources(backend: str) -> bytes:
-    """A hash of the code that computes: any change of it may change bits."""
+    """Hash the code that computes: any change of it may change bits."""
     folders = {"cuda": ["cuda_backend"], "mlx": ["mlx_backend", "metal_kernels"]}.get(backend, [])
     hashed = blake2b(digest_size=16)
     for folder in ("common", *folders):

@@ -17,13 +17,13 @@ class PrefillBar:
         """Show that `read` of `total` tokens have been read."""
         if total <= PREFILL_ROWS:
             return
-        with suppress(OSError):  # the terminal is gone, and the reply goes on
+        with suppress(OSError):  # the terminal is closed, and the reply continues
             if self._bar is None:
                 self._bar = tqdm(total=total, desc="prefill", unit="token", leave=False, disable=None)
             self._bar.update(read - self._bar.n)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             with suppress(OSError):
                 self._bar.close()

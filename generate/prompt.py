@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_template(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
-    """Refuse flags that the model's chat template has no place for: UsageError, or BimetalError in its own words."""
+    """Refuse flags that the model's chat template does not support: UsageError, or BimetalError in its own words."""
     if args.raw:
         return
     if tokenizer.chat_template is not None:
@@ -54,12 +54,12 @@ def check_template(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
 
 
 def system_message(text: str | None) -> list[dict[str, Any]]:
-    """The messages that a conversation begins with: the system prompt, or none."""
+    """Return the messages that a conversation begins with: the system prompt, or none."""
     return [] if text is None else [{"role": "system", "content": text}]
 
 
 class UndecodableError(BimetalError):
-    """Bytes of stdin that its encoding refuses as a whole: what follows them cannot be read either."""
+    """Bytes of stdin that cannot be decoded, nor can the bytes after them."""
 
 
 def decoded(read: Callable[[], str], what: str) -> str:

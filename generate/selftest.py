@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 PLAIN = ["-m", "not gpu and not model and not slow and not compile and not long and not clients"]
 EXTRAS = {"mlx": ".[mlx,test]", "cuda": ".[cuda12,test]", "numpy": ".[test]"}
 MODELS = ["tests/models/test_golden.py", "tests/models/test_smollm2.py", "tests/test_demo.py"]
-SUITES: dict[str, dict[str, list[str]]] = {  # by backend and title, what pytest is given
+SUITES: dict[str, dict[str, list[str]]] = {  # by backend and title, the arguments of pytest
     "cuda": {
         "ops and kernels": [
             f"tests/ops/test_cuda_{name}.py"
@@ -69,14 +69,14 @@ VERSIONS = ("bimetal", "numpy", "mlx", "mlx-metal", "cupy-cuda12x", "cupy-cuda13
 
 @dataclass
 class Suite:
-    """Some tests, and what is known of them so far."""
+    """Some tests, and their outcomes so far."""
 
     title: str
     arguments: list[str]
     outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)  # by test: passed, failed or skipped; and why
     seconds: float = 0.0
     under_way: str = ""  # a test that has begun and not ended
-    error: str = ""  # why pytest gave no verdict
+    error: str = ""  # reason why pytest gave no verdict
 
     def count(self, outcome: str) -> int:
         return sum(got == outcome for got, _ in self.outcomes.values())
@@ -177,7 +177,7 @@ def _run_suite(suite: Suite) -> None:
             start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
         )
         os.close(writing)
-        reader = threading.Thread(target=_listen, args=(suite, told))  # Ctrl-C here loses no line there
+        reader = threading.Thread(target=_listen, args=(suite, told))  # Ctrl-C in this thread loses none of its lines
         reader.start()
         try:
             reader.join()

@@ -32,7 +32,7 @@ BAR, LABEL, ROW = 420, 200, 22  # pixels of the plot: longest bar, room for name
 class Cost:
     """Loss and saving by quantizing one kind of matrix.
 
-    saved       bytes that are saved
+    saved       bytes saved
     perplexity  of the model with this kind quantized
     agreement   with the source model
     """
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, job: Job) -> int:
 
 
 def _costs(args: argparse.Namespace, job: Job, windows: np.ndarray, reference: Path) -> list[Cost]:
-    """Measure the cost of quantizing each kind of matrix alone, the dearest first, and last of the whole recipe."""
+    """Measure the cost of quantizing each kind of matrix alone, the highest first, and at last of the whole recipe."""
     kinds: dict[str, list[Weight]] = defaultdict(list)
     for weight in job.weights.values():
         kinds[weight.kind].append(weight)

@@ -18,7 +18,7 @@ from common.weights import Layout
 from generate.backends import ONE_GPU, Placement, choose, open_backend
 from generate.caches import cached_spec
 
-CONTEXT = 32768  # tokens beside whose cache experts are fitted where no context is given
+CONTEXT = 32768  # default tokens of the context beside whose cache experts must fit
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ def hot_budget(
     asked: int | None = None,
     memory: int | None = None,
 ) -> HotBudget:
-    """Divide a GPU's memory: `asked` bytes for experts, or what everything else leaves of `memory`.
+    """Divide a GPU's memory: `asked` bytes for experts, or the rest of `memory`.
 
     tokens  of the context; None: 32768, or what the model was trained for
     memory  None: what is free
 
-    Raises BimetalError for a model without experts, and where too few or all experts fit.
+    Raises BimetalError for a model without experts, and if too few or all experts fit.
     """
     stacks = predict_stacks(checkpoint, layout, ops)
     if not any(stacks):

@@ -21,7 +21,7 @@ from generate.caches import cached_spec
 
 
 def opener(options: LoadOptions) -> Callable[[Ops], OpenExperts] | None:
-    """Make what load_model needs to stream experts: OpenExperts of given ops; None without --stream-experts."""
+    """Make the `open_experts` of load_model from ops; None without --stream-experts."""
     if not options.stream_experts:
         return None
     return lambda ops: lambda checkpoint, layout, config: _open(checkpoint, layout, config, ops, options)

@@ -67,7 +67,7 @@ class _Collected:
         self.stats: Stats | None = None
 
     def cancel(self) -> None:
-        """End the reply at the next step; pieces that were yielded stay, and a last piece follows."""
+        """End the reply at the next step; yielded pieces are kept, and a last piece follows."""
         self._cancel.set()
 
     def __del__(self) -> None:
@@ -157,7 +157,7 @@ class _Loop:
 
 
 class AsyncStream(_Collected):
-    """Stream's twin for `async for`; cancelling the task that reads also ends the reply at the next step."""
+    """The pieces of a reply for `async for`; cancelling the task that reads also ends the reply at the next step."""
 
     def __init__(self, owner: OwnerThread, start: Start):
         super().__init__(owner)

@@ -107,7 +107,7 @@ RECIPES = ("q4_k_m", "q5_k_m", "q4_0", "q8_0")
 
 
 def synthetic(name: str, ops: Ops, progress: bool = False) -> Model:
-    """The model `shape:recipe`, such as "qwen3.6-27b:q4_k_m", on the backend of `ops`."""
+    """Make the model `shape:recipe`, such as "qwen3.6-27b:q4_k_m", on the backend of `ops`."""
     checkpoint = synthetic_checkpoint(name)
     model: Model = ops.load(lambda each: _made(checkpoint, each, progress))
     return model
@@ -130,7 +130,7 @@ def _made(checkpoint: Checkpoint, ops: Ops, progress: bool) -> Model:
 def synthetic_checkpoint(name: str) -> Checkpoint:
     """Make a checkpoint of the shape and recipe, without memory: all rows of a matrix are one random row.
 
-    That is as good as any for a backend's products; `cuda_backend/random_weights.py` makes whole matrices of its own.
+    Products take the same time as with other weights; `cuda_backend/random_weights.py` makes complete matrices.
     """
     shape, _, recipe = name.lower().partition(":")  # files are named with capitals
     if shape not in METADATA or recipe not in RECIPES:
@@ -171,7 +171,7 @@ def _type(stored: Stored, recipe: str, layers: int) -> str:
     if not recipe.endswith("_k_m"):
         return recipe.upper()
     most = recipe.removesuffix("_m").upper()
-    if stored.shape[-1] % 256:  # what llama.cpp falls back to
+    if stored.shape[-1] % 256:  # llama.cpp's fallback
         return {"Q4_K": "Q5_0", "Q5_K": "Q5_1"}[most]
     if part[0] == "output":
         return "Q6_K"

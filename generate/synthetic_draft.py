@@ -32,7 +32,7 @@ TAPS = 5
 
 
 def synthetic_pair(target: Model) -> DflashPair:
-    """`target` with a draft of five layers in Q8_0 that reads five of its layers."""
+    """Return `target` with a draft of five layers in Q8_0 that reads five of its layers."""
     hidden, layers = target.config.hidden, len(target.layout.layers)
     ids = [round(1 + i * (layers - 4) / (TAPS - 1)) for i in range(TAPS)]
     metadata = METADATA | {"dflash.embedding_length": hidden, "dflash.target_layers": [i + 1 for i in ids]}

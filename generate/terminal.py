@@ -21,7 +21,7 @@ SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
 def tell_sampling(llm: LLM, given: Mapping[str, Any]) -> None:
-    """Write the recommended sampling that takes the place of options that are not given to stderr."""
+    """Print on stderr the recommended sampling that replaces options that are not given."""
     options = {name: value for name, value in llm.recommended_options.items() if name not in given}
     if options:
         values = ", ".join(f"{name} {value:g}" for name, value in options.items())
@@ -47,7 +47,7 @@ def show(stream: Stream, waiting: "Waiting") -> None:
 
 @contextmanager
 def cancelled_by_ctrl_c(stream: Stream, once: bool) -> Iterator[None]:
-    """Have Ctrl-C end the reply at its next step, so that what came stays and its stats are read.
+    """Have Ctrl-C end the reply at its next step, so that its text so far is kept and its stats are read.
 
     once  a second Ctrl-C raises KeyboardInterrupt; False: it changes nothing, as the reply is ending
     """
@@ -106,7 +106,7 @@ class Waiting:
 
 
 def figures(stats: Stats) -> str:
-    """The stats of a reply in two lines; more where decoding was speculative, or experts were streamed.
+    """Write the stats of a reply in two lines; more if decoding was speculative, or experts were streamed.
 
     A reply of a few tokens has no speed of decoding.
     """

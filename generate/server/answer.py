@@ -25,7 +25,7 @@ from generate.server.service import Service
 from generate.server.task import BRIEF, SHORT, Ready, Task, events, finished_replies, is_short, prepare
 from generate.server.wire import Parsed, dumps
 
-UNDISTURBED = 0.001  # seconds after a call in which the thread of the model alone has the interpreter, to launch a step
+UNDISTURBED = 0.001  # seconds after a call in which only the model's thread has the interpreter lock, to launch a step
 
 Found = AsyncIterator[tuple[int, Event]]
 Count = Callable[[int, Event], None]
@@ -45,7 +45,7 @@ class Generate:
         await while_connected(receive, self._answer(parse, declares_few(request), facts, scope, send))
 
     async def _answer(self, parse: Callable[[], Parsed], few: bool, facts: Facts, scope: Message, send: Send) -> None:
-        """Answer what `parse` reads: at once from a body of few bytes."""
+        """Answer the request that `parse` reads; a body of few bytes is parsed at once."""
         parsed = parse() if few else await run_in_threadpool(parse)
         given = self.service.options | dict(parsed.task.options)
         parsed = replace(parsed, task=replace(parsed.task, options=given))
@@ -59,12 +59,12 @@ class Generate:
             async with self._events(prompts, task, started) as (found, count):
                 replies = await finished_replies(found, len(prompts) * task.n, count)
             note(scope, usage=total({i: reply.finish.usage for i, reply in enumerate(replies)}, task.n))
-            body = await run_in_threadpool(lambda: dumps(parsed.whole(replies)))  # long where it lists probabilities
+            body = await run_in_threadpool(lambda: dumps(parsed.whole(replies)))  # takes long if it lists probabilities
             response = Response(body, media_type="application/json")
             await response(scope, _no_receive, send)
 
     def _preparing(self, task: Task, facts: Facts) -> asyncio.Future[list[Ready]]:
-        """Begin to prepare the prompts; a brief one is ready at once, since threads take longer to take turns."""
+        """Begin to prepare the prompts; a brief one is prepared at once, which is faster than another thread."""
         llm = self.service.llm
         if self.service.compressor or llm.tokenizer.is_busy or not is_short(task, BRIEF):
             return asyncio.ensure_future(self._prepared(task, facts))
@@ -105,7 +105,7 @@ class Generate:
     async def _stream(
         self, parsed: Parsed, preparing: asyncio.Future[list[Ready]], started: float, scope: Message, send: Send
     ) -> None:
-        """Send the events as they come; a request that is refused before a keep-alive is due raises ApiError."""
+        """Send events as they arrive; a request that is refused before a keep-alive is due raises ApiError."""
         writer, usages = parsed.writer(scope["bimetal"]["id"]), dict[int, Usage]()
         try:
             if is_ready := await in_time(preparing):
@@ -119,7 +119,7 @@ class Generate:
                     if (refused := refusal(error)) is None:
                         raise
                     note(scope, **fault_of(error, refused))
-                    failed = writer.push(0, Failed(refused))  # it is too late for a status
+                    failed = writer.push(0, Failed(refused))  # the status has been sent
                     await write(b"".join([*writer.begin(0), *failed, *writer.end()]))
                     return
 
@@ -135,7 +135,7 @@ class Generate:
                         async for index, event in found:
                             count(index, event)
                             if isinstance(event, Failed) and not has_begun:
-                                raise event.error  # in time for a status
+                                raise event.error  # the status has not been sent yet
                             await begun
                             if isinstance(event, Finish):
                                 usages[index] = event.usage
@@ -191,7 +191,7 @@ async def while_connected(receive: Receive, work: Awaitable[None]) -> None:
 
 
 def note(scope: Message, **values: Any) -> None:
-    """Leave what is known of a reply, such as its usage, for the log."""
+    """Add facts about a reply, such as its usage, to the log's line."""
     scope["bimetal"].update(values)
 
 

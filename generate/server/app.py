@@ -20,12 +20,12 @@ from generate.server.models import model_entry, model_list
 from generate.server.service import Service
 from generate.server.wire import Parsed, dumps
 
-PREFIXES = ("/v1", "")  # some clients leave the version out
+PREFIXES = ("/v1", "")  # some clients omit the version
 STORED = "/v1/responses/{id}"
 
 
 def build(service: Service, policy: Policy, log: Log) -> Guard:
-    """The whole server as an ASGI application."""
+    """Build the server as an ASGI application."""
     routes = [
         *_replies(service),  # looked up first
         *page.routes(),

@@ -32,7 +32,7 @@ from generate.server.wire import Frame, Parsed, chat_logprobs, new_id, now, open
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
 EMPTY: tuple[Any, ...] = ("", [], {})
-OTHER_GRAMMARS = {  # of llama.cpp and vLLM, and the values by which nothing is asked for
+OTHER_GRAMMARS = {  # of llama.cpp and vLLM, and the values that request nothing
     "grammar": EMPTY,
     "json_schema": EMPTY,
     "guided_json": ("", []),  # {} asks for any JSON
@@ -110,7 +110,7 @@ def _budget(fields: Fields, effort: str | None) -> int | None:
 
 
 def bias(fields: Fields, facts: Facts) -> dict[str, Any]:
-    """The `logit_bias` of a request: token ids, as text, to numbers from -100 to 100."""
+    """Read the `logit_bias` of a request: token ids, as text, to numbers from -100 to 100."""
     given = fields.object("logit_bias")
     if given is None or not given.values:
         return {}
@@ -135,7 +135,7 @@ def refuse_grammars(fields: Fields) -> None:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    """Refuse what would be wrong to ignore."""
+    """Refuse fields that must not be ignored."""
     refuse_grammars(fields)
     if fields.has("modalities") and fields.values["modalities"] != ["text"]:
         raise fields.refuse("modalities", "only text is supported")
@@ -155,7 +155,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 class Writer:
-    """Writes chunks: the role first, then what comes, one finish_reason per choice, and the usage if asked for."""
+    """Writes chunks: the role first, then the reply, one finish_reason per choice, and the usage if requested."""
 
     ping = b": waiting\n\n"
 
@@ -179,7 +179,7 @@ class Writer:
         return sse(self.base | {"choices": [choice]} | self.none)
 
     def _frame(self, index: int, *keys: str) -> Frame:
-        """The chunks of choice `index` whose delta has texts under `keys`."""
+        """Return the frame of chunks of choice `index` whose delta has texts under `keys`."""
         if (index, keys[0]) not in self.frames:
 
             def chunk(*texts: str) -> bytes:
@@ -189,7 +189,7 @@ class Writer:
         return self.frames[index, keys[0]]
 
     def _texts(self, index: int, text: str, logprobs: Sequence[Logprob], *keys: str) -> bytes:
-        """A chunk whose delta has `text` under each of `keys`, with its log-probabilities if they are asked for."""
+        """Write a chunk whose delta has `text` under each of `keys`, with log-probabilities if requested."""
         if not self.head.logprobs:
             return self._frame(index, *keys).of(*[text] * len(keys))
         found = {"content": chat_logprobs(self.head.facts.tokenizer, logprobs), "refusal": None}
@@ -198,7 +198,7 @@ class Writer:
     def begin(self, tokens: int) -> Iterator[bytes]:
         for index in range(self.head.choices):
             yield self._chunk(index, {"role": "assistant", "content": ""})
-            self._frame(index, "content")  # before a token waits for it
+            self._frame(index, "content")  # built before the first token
 
     def push(self, index: int, event: Event) -> Iterator[bytes]:
         match event:
@@ -240,7 +240,7 @@ def call_object(head: Head, id: str, name: str, arguments: str) -> dict[str, Any
 
 
 def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
-    """The body of a reply that is not streamed."""
+    """Build the body of a reply that is not streamed."""
     choices = []
     usage = total({index: reply.finish.usage for index, reply in enumerate(replies)}, head.choices)
     for index, reply in enumerate(replies):

@@ -1,4 +1,4 @@
-"""OpenAI's legacy Completions, with what evaluation harnesses read: `echo`, `logprobs`, and prompts of token ids."""
+"""OpenAI's legacy Completions, with the features of evaluation harnesses: `echo`, `logprobs`, prompts of token ids."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
 
 
 def _prompts(fields: Fields) -> list[Any]:
-    """The prompts: one or several texts or lists of token ids."""
+    """Read the prompts: one or several texts or lists of token ids."""
     prompt = fields.values.get("prompt")
     if not isinstance(prompt, str | list) or not prompt:
         raise fields.refuse("prompt", PROMPT_WORDS)
@@ -95,7 +95,7 @@ def _check_prompt(one: Any, name: str) -> None:
 
 
 class Tokens:
-    """Lists log-probabilities as Completions has them, and where in the text each token begins."""
+    """Lists log-probabilities in the form of Completions, and the offset of each token in the text."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.decoder, self.at = tokenizer, tokenizer.decoder(), 0
@@ -122,7 +122,7 @@ class Tokens:
 
 
 def echoed(echo: Echo) -> list[Logprob | int]:
-    """List what `Tokens.of` takes for a prompt: the id of its first token, and the scores of the others."""
+    """List the arguments of `Tokens.of` for a prompt: the id of its first token, and the scores of the others."""
     return [echo.tokens[0], *(echo.scores or ())]
 
 
@@ -146,7 +146,7 @@ class Writer:
         self.none = {"usage": None} if head.usage else {}
 
     def begin(self, tokens: int) -> Iterator[bytes]:
-        self._frame(0)  # before a token waits for it
+        self._frame(0)  # built before the first token
         return iter(())
 
     def _chunk(self, index: int, text: str, finish: str | None, entries: Sequence[Logprob | int]) -> bytes:
@@ -183,7 +183,7 @@ class Writer:
 
 
 def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
-    """The body of a reply that is not streamed."""
+    """Build the body of a reply that is not streamed."""
     choices = []
     usage = total({index: reply.finish.usage for index, reply in enumerate(replies)}, head.n)
     for index, reply in enumerate(replies):

@@ -17,9 +17,9 @@ from common.options import LoadOptions
 from generate.llm import LLM
 from generate.server.task import Chat, Task, rendered
 
-KEEP_RATIO = 0.05  # where nothing else is chosen
-PIECE = 32_768  # most tokens that the drafter reads at once: it holds keys and values of them, and the host the keys
-GAP = " … "  # between parts of a text that did not follow one another
+KEEP_RATIO = 0.05  # default
+PIECE = 32_768  # most tokens that the drafter reads at once, which holds their keys and values, and the host a copy
+GAP = " … "  # between parts of a text that were not adjacent
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Compression:
     threshold: int
 
     def keep_ratio(self, tokens: int) -> float:
-        """Share of the chunks of a prompt of so many tokens that is kept: between points on a straight line."""
+        """Return the share of chunks to keep of a prompt of so many tokens, interpolated linearly between points."""
         lengths, shares = zip(*self.curve, strict=True)
         return float(np.interp(tokens, lengths, shares))
 
 
 def compressor_for(backend: str | None, compression: Compression) -> "Compressor":
-    """Load the drafter on a backend, None: the fastest for it; raises UsageError for a model that cannot score."""
+    """Load the drafter on a backend (None: the fastest for it); raises UsageError for a model that cannot score."""
     checkpoint = open_checkpoint(resolve_model(compression.drafter))
     context = architecture(checkpoint)[1].read_config(checkpoint).context
     least = SINKS + QUERY + CHUNK
@@ -77,7 +77,7 @@ class Compressor:
         """Return `task` with its long prompts shortened, and the tokens that were left out.
 
         Prompts of token ids, those that are echoed, conversations with tools, and prompts of which at least half is
-        cached stay as they are.
+        cached are not changed.
 
         cancel  ends the work at the drafter's next step, with BimetalError
         """
@@ -96,7 +96,7 @@ class Compressor:
         return with_texts(prompt, texts), dropped
 
     def shortened(self, texts: Sequence[str], cancel: threading.Event) -> tuple[list[str], int]:
-        """Return the texts of one prompt shortened where they are long together, and the tokens that were left out.
+        """Shorten the texts of one prompt if they are long together; return them and the tokens that were left out.
 
         cancel  ends the work at the drafter's next step, with BimetalError
         """
@@ -104,7 +104,7 @@ class Compressor:
         return self._cut(ids, cancel) if self._is_long(ids) else (list(texts), 0)
 
     def _is_long(self, ids: Sequence[list[int]]) -> bool:
-        """Test whether a prompt whose texts have these tokens is to be shortened."""
+        """Test whether a prompt whose texts have these tokens is long enough to shorten."""
         tokens = sum(map(len, ids))
         chunks = -(-tokens // CHUNK)
         return (
@@ -119,7 +119,7 @@ class Compressor:
         return list(self._parts(ids, spans)), len(tokens) - sum(end - first for first, end in spans)
 
     def _parts(self, ids: Sequence[list[int]], spans: Sequence[tuple[int, int]]) -> Iterator[str]:
-        """Yield what is left of each text: `ids` are the tokens of each, `spans` what is kept of all in a row."""
+        """Yield the shortened texts: `ids` are the tokens of each, `spans` the kept ranges of all texts joined."""
         at = 0
         for part in ids:
             inside = [(max(first - at, 0), min(end - at, len(part))) for first, end in spans]

@@ -1,4 +1,4 @@
-"""HTTP connections: refusals below the routes are in JSON too, and a client that sends no whole request must leave."""
+"""HTTP connections: refusals below the routes are JSON too, and a connection without a complete request is closed."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ PATIENCE = 60.0  # seconds for the headers of a request, and between the parts o
 
 
 class Connection(H11Protocol):
-    """A connection as uvicorn serves it, ended where for PATIENCE seconds no request comes and no answer is read."""
+    """A connection of uvicorn, closed after PATIENCE seconds in which no request arrives and no answer is read."""
 
     _timer: asyncio.TimerHandle
 
@@ -25,7 +25,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Look in PATIENCE seconds whether a request has come, or one from before is still answered or read."""
+        """Check after PATIENCE seconds whether a request has arrived, or an answer is still written or read."""
         before, left = self.cycle, self.transport.get_write_buffer_size()
 
         def look() -> None:
@@ -38,7 +38,7 @@ class Connection(H11Protocol):
         self._timer = self.loop.call_later(PATIENCE, look)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP; where an answer has begun, the connection just ends."""
+        """Refuse data that are not HTTP; after the beginning of an answer, only close the connection."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return

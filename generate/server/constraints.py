@@ -1,4 +1,4 @@
-"""Constraints on a reply's form: JSON of a schema, a tool call, or reasoning that ends in time."""
+"""Constraints on a reply's form: JSON of a schema, a tool call, or reasoning of bounded length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from generate.server.fields import OBJECT, TEXT, Fields
 from generate.server.task import Grammar
 
 ANY_OBJECT = {"type": "object"}
-EFFORT_BUDGETS = {"minimal": 512, "low": 2048}  # tokens of reasoning; higher efforts reason as long as the model does
+EFFORT_BUDGETS = {"minimal": 512, "low": 2048}  # tokens of reasoning; higher efforts have no limit
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Form:
 
 
 def openai_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
-    """The `tool_choice` of Chat Completions and Responses."""
+    """Read the `tool_choice` of Chat Completions and Responses."""
     given = fields.values.get("tool_choice")
     if given is None or isinstance(given, str):
         if given not in (None, "none", "auto", "required"):
@@ -56,7 +56,7 @@ def openai_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
 
 
 def anthropic_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
-    """The `tool_choice` of Messages."""
+    """Read the `tool_choice` of Messages."""
     given = fields.object("tool_choice")
     if given is None:
         return Choice("auto")
@@ -76,7 +76,7 @@ def _checked(fields: Fields, choice: Choice, tools: Sequence[dict[str, Any]]) ->
 
 
 def openai_format(form: Fields | None) -> Form | None:
-    """The form that `response_format` or `text.format` asks for, whose schema stands inside; None for text."""
+    """Read the form that `response_format` or `text.format` requests by a nested schema; None for text."""
     if form is None:
         return None
     kind = form.choice("type", "text", "json_object", "json_schema")
@@ -87,7 +87,7 @@ def openai_format(form: Fields | None) -> Form | None:
 
 
 def ollama_format(fields: Fields) -> Form | None:
-    """The form that Ollama's `format` asks for by "json" or a schema; None for text."""
+    """Read the form that Ollama's `format` requests by "json" or a schema; None for text."""
     given = fields.values.get("format")
     if given is None or given == "":
         return None
@@ -106,7 +106,7 @@ def call_syntax(facts: Facts) -> Syntax | None:
 def grammar_of(
     facts: Facts, tools: Sequence[dict[str, Any]], choice: Choice, form: Form | None, several: bool
 ) -> Grammar | None:
-    """The grammar of a reply: calls that are required, else JSON of `form`, beside which tools may be called.
+    """Write the grammar of a reply: required calls, else JSON of `form`, or a call if there are tools.
 
     several  a reply may have more than one call
     """
@@ -128,7 +128,7 @@ def grammar_of(
 
 
 def budget_of(fields: Fields, effort: str | None, *keys: str) -> int | None:
-    """Most tokens of reasoning: the first given of the entries `keys`, else what the effort stands for."""
+    """Return the most tokens of reasoning: the first given of the entries `keys`, else the budget of the effort."""
     for key in keys:
         if (budget := fields.take(key, whole(-1))) is not None:
             return None if budget < 0 else int(budget)

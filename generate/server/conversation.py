@@ -1,7 +1,7 @@
 """Convert messages of a request for a chat template: plain texts, and system messages where the template takes them.
 
-Equal conversations give equal prompts, however a client has cut them into parts: a prompt that goes on from an earlier
-one then begins with its tokens.
+Equal conversations give equal prompts, regardless of how a client divides them into parts: a prompt that continues an
+earlier one then begins with its tokens.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -40,10 +40,10 @@ def text_of(fields: Fields, key: str, kinds: Mapping[str, str]) -> str | None:
 
 
 def arrange(messages: Sequence[Message], facts: Facts) -> list[Message]:
-    """Put the first system messages into one, and later ones where the template takes them.
+    """Join the first system messages, and put later ones where the template supports them.
 
-    A template that refuses a later system message gets its text at the end of the message before, which a longer
-    conversation begins with too; never at the front, where it would change the prompt from its first token on.
+    If a template refuses later system messages, their text is appended to the message before: a longer conversation
+    begins in the same way. At the front the text would change the prompt from its first token on.
     """
     first = next((at for at, m in enumerate(messages) if m["role"] != "system"), len(messages))
     out: list[Message] = []
@@ -60,7 +60,7 @@ def arrange(messages: Sequence[Message], facts: Facts) -> list[Message]:
 
 
 def tools_of(fields: Fields, kinds: Collection[str] = ("function", "custom")) -> list[dict[str, Any]]:
-    """Return a request's tools as functions in the form of Chat Completions; refuses types that are none of `kinds`."""
+    """Return a request's tools as functions in the form of Chat Completions; refuses types other than `kinds`."""
     found = []
     for tool in fields.objects("tools", MOST_TOOLS):
         kind = tool.text("type", "function")
@@ -102,7 +102,7 @@ def calls_of(fields: Fields) -> list[dict[str, Any]]:
                 raise call.refuse("function", "it must be an object with a name and arguments")
             function = _called(called)
         found.append({"id": call.text("id", ""), "type": "function", "function": function})
-    if not found and (called := fields.object("function_call")) is not None:  # as OpenAI's API had one before
+    if not found and (called := fields.object("function_call")) is not None:  # the older form of OpenAI's API
         found.append({"id": "", "type": "function", "function": _called(called)})
     return found
 

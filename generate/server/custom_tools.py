@@ -11,7 +11,7 @@ def parameters_of(tool: Fields) -> dict[str, Any]:
     text = {"type": "string"}
     form = tool.object("format")
     if form is not None and form.choice("type", "text", "grammar") == "grammar":
-        held = form.object("grammar") or form  # of Chat Completions; Responses has it flat
+        held = form.object("grammar") or form  # of Chat Completions; in Responses it is not nested
         text["description"] = f"Text of this {held.need('syntax', TEXT)} grammar:\n{held.need('definition', TEXT)}"
     return {"type": "object", "properties": {"input": text}, "required": ["input"]}
 
@@ -28,7 +28,7 @@ def input_of(arguments: str) -> str:
 
 
 def arguments_object(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; none while its text is not whole."""
+    """Return the arguments of a call; none while its text is incomplete."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -36,7 +36,7 @@ class ApiError(Exception):
 
     status   HTTP status
     code     OpenAI's `code`, such as "model_not_found"
-    param    the field that is at fault
+    param    the invalid field
     more     further entries of the error object
     retry    seconds after which the client may try again
     headers  of the answer, by name
@@ -59,14 +59,14 @@ class ApiError(Exception):
 
 
 def dialect_of(path: str) -> str:
-    """The dialect that answers under a path: "openai", "anthropic" or "ollama"."""
+    """Return the dialect of a path: "openai", "anthropic" or "ollama"."""
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         return "anthropic"
     return "ollama" if path.startswith("/api/") else "openai"
 
 
 def envelope(error: ApiError, dialect: str, request_id: str) -> dict[str, Any]:
-    """The body of a refusal, or the payload of an error inside a stream."""
+    """Build the body of a refusal, or the payload of an error inside a stream."""
     if dialect == "anthropic":
         kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
@@ -77,7 +77,7 @@ def envelope(error: ApiError, dialect: str, request_id: str) -> dict[str, Any]:
 
 
 def refusal(error: Exception) -> ApiError | None:
-    """Return the client's error where `error` was raised while its request was read; None for an error of ours."""
+    """Return the client's error if `error` was raised by its request; None for an error of the server."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLongError):
@@ -88,7 +88,7 @@ def refusal(error: Exception) -> ApiError | None:
 
 
 def too_long(error: PromptTooLongError, field: str) -> ApiError:
-    """The refusal of a prompt beyond the context, which stands in `field` of the request."""
+    """Build the refusal of a prompt beyond the context, given in `field` of the request."""
     numbers = {"n_prompt_tokens": error.tokens, "n_ctx": error.context}
     return ApiError(400, str(error), "context_length_exceeded", field, numbers)
 

@@ -31,9 +31,9 @@ def total(usages: Mapping[int, Usage], n: int) -> Usage:
 
 @dataclass(frozen=True)
 class Echo:
-    """The prompt, which comes before its reply where it is asked for.
+    """The prompt, which precedes its reply if requested.
 
-    scores  of each token but the first; None where no log-probabilities are asked for
+    scores  of each token but the first; None if no log-probabilities are requested
     """
 
     text: str
@@ -79,7 +79,7 @@ class Finish:
 
     reason  "stop", "tool_calls" or "length"
     stop    the stop string that ended it
-    end     of the end token, where log-probabilities were asked for
+    end     Logprob of the end token, if log-probabilities were requested
     """
 
     reason: str
@@ -91,7 +91,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Failed:
-    """The reply ends here because of an error."""
+    """The end of a reply by an error."""
 
     error: ApiError
 
@@ -109,10 +109,10 @@ class Events:
         self._first_call_only = first_call_only
         self._thought = 0
         self._held: list[Logprob] = []
-        self.is_over = False  # nothing of the reply is read any further, except its figures
+        self.is_over = False  # the rest of the reply is not read, except its figures
 
     def of(self, piece: Piece) -> Iterator[Event]:
-        """Yield what `piece` adds."""
+        """Yield the events of `piece`."""
         self._thought += piece.thought
         self._held += piece.logprobs[piece.thought :]
         if not self.is_over:
@@ -143,7 +143,7 @@ class Events:
 
 
 def usage_of(stats: Stats, reasoning: int) -> Usage:
-    """The figures of a reply as APIs count them."""
+    """Return the figures of a reply as APIs count them."""
     accepted = rejected = 0
     if stats.accepted is not None:
         accepted = sum((length - 1) * count for length, count in stats.accepted.lengths.items())
@@ -153,7 +153,7 @@ def usage_of(stats: Stats, reasoning: int) -> Usage:
 
 @dataclass
 class Call:
-    """A whole tool call; arguments are JSON text."""
+    """A complete tool call; arguments are JSON text."""
 
     id: str
     name: str
@@ -162,7 +162,7 @@ class Call:
 
 @dataclass
 class Stretch:
-    """Text or reasoning that nothing else interrupts.
+    """Adjacent text or reasoning.
 
     kind  "text" or "reasoning"
     """

@@ -1,4 +1,4 @@
-"""Facts of the model that the server serves; found once, when the model is loaded."""
+"""Facts about the served model, found once, when the model is loaded."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from common.reply import END_THINK
 from common.tokenizer import Tokenizer
 from generate.llm import LLM
 
-# Variables that OpenAI's and Anthropic's effort sets where a template reads them.
+# Variables that OpenAI's and Anthropic's effort sets, if a template reads them.
 EFFORT = "reasoning_effort"
 
 
@@ -22,12 +22,12 @@ EFFORT = "reasoning_effort"
 class Facts:
     """A served model.
 
-    name          what clients call it; other names mean it too
+    name          its name for clients; all other names mean it too
     template      source of its chat template, "" without one
     late_system   whether the template takes a system message after others
     is_gguf       its files are GGUF, and not safetensors
     size          their bytes
-    grammars      makes what constrains replies
+    grammars      makes the guides that constrain replies
     limit         most tokens of a reply whose request has no limit; None: to the end of the context
     """
 
@@ -66,7 +66,7 @@ class Facts:
 
 
 def facts_of(llm: LLM, name: str, limit: int | None = None) -> Facts:
-    """Find the facts of a loaded model that was named `name`, whose replies have a limit of `limit` tokens."""
+    """Find the facts of a loaded model called `name`, whose replies have a limit of `limit` tokens."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
     late = [{"role": "system", "content": "a"}, *turns, turns[0], {"role": "system", "content": "b"}]
     path = Path(name)

@@ -39,8 +39,8 @@ TEXT_OR_LIST = Rule("text or a list", _list)  # of an entry that is not text
 WHOLE = rules.whole(-(2**63), 2**64 - 1)
 
 
-LIKELIEST = {"top_p": 0, "min_p": 1}  # the ends of the APIs' ranges, by which the likeliest token alone is kept
-# What other servers know and this one does not do, and the values by which nothing is asked for.
+LIKELIEST = {"top_p": 0, "min_p": 1}  # the ends of the APIs' ranges, which keep only the most probable token
+# Features of other servers that this one lacks, and the values that request nothing.
 NOT_SAMPLED: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0,),
     "dry_multiplier": (0,),
@@ -123,7 +123,7 @@ class Fields:
         return Fields(value, name)
 
     def option(self, into: dict[str, Any], option: str, *keys: str) -> None:
-        """Put the first given of the entries `keys` into options of generation, under the option's own name."""
+        """Copy the first given of the entries `keys` to options of generation, under the option's own name."""
         for key in keys or (option,):
             value = self.take(key, OPTION_RULES[option])
             if value is not None:
@@ -132,9 +132,9 @@ class Fields:
 
 
 def sampling(fields: Fields) -> dict[str, Any]:
-    """The sampling options of a request, under any of the names that clients give them.
+    """Read the sampling options of a request, under any of the clients' names.
 
-    Raises ApiError also for what other servers sample by and this one does not.
+    Raises ApiError also for samplers of other servers that this one lacks.
     """
     for key, neutral in NOT_SAMPLED.items():
         if fields.has(key) and fields.values[key] not in neutral:
@@ -153,14 +153,14 @@ def sampling(fields: Fields) -> dict[str, Any]:
     if (seed := fields.take("seed", WHOLE)) is not None:
         found["seed"] = (
             None if seed == -1 else seed % 2**64
-        )  # -1 is a new one, as in vLLM, also where the server has one
+        )  # -1 is a new one, as in vLLM, also if the server has one
     return found
 
 
 def limit(fields: Fields, *keys: str, least: int = 1) -> dict[str, int | None]:
-    """The option `max_tokens`, from the first given of the entries `keys`; none where none is given.
+    """Read the option `max_tokens` from the first given of the entries `keys`; empty if none is given.
 
-    -1 and -2 are no limit but the context, as in llama.cpp and Ollama: None, also where the server has a limit.
+    -1 and -2 are no limit but the context, as in llama.cpp and Ollama: None, also if the server has a limit.
     """
     key = next((key for key in keys if fields.has(key)), None)
     if key is None:
@@ -173,13 +173,13 @@ def limit(fields: Fields, *keys: str, least: int = 1) -> dict[str, int | None]:
 
 
 def priority(fields: Fields) -> dict[str, int]:
-    """The priority of a request, which vLLM's clients give as a number that is lower the earlier a reply begins."""
+    """Read the priority of a request: as in vLLM, replies with lower numbers begin first."""
     lower = fields.take("priority", OPTION_RULES["priority"])
     return {"priority": -lower} if lower else {}
 
 
 def stops(fields: Fields, key: str) -> dict[str, Any]:
-    """The stop strings of a request."""
+    """Read the stop strings of a request."""
     found = fields.take(key, OPTION_RULES["stop"], ())
     if len(found) > MOST_STOPS or any(len(text) > MOST_STOP_LENGTH for text in found):
         most = f"at most {MOST_STOPS} strings of {MOST_STOP_LENGTH} characters are supported"

@@ -23,7 +23,7 @@ from generate.server.page import is_page
 from generate.server.sending import ClientGoneError, Message, Receive, Send
 from generate.server.wire import dumps, new_id
 
-OPEN = {"/health", "/v1/health", "/favicon.ico"}  # answered without a key, as the pages are
+OPEN = {"/health", "/v1/health", "/favicon.ico"}  # answered without a key, like the pages
 CLIENT_GONE = 499
 
 
@@ -42,7 +42,7 @@ class Policy:
 
     def check(self, path: str, headers: Headers) -> None:
         """Raise ApiError for a request that may not pass."""
-        if "transfer-encoding" in headers and "content-length" in headers:  # a proxy may count by the other one
+        if "transfer-encoding" in headers and "content-length" in headers:  # a proxy may use the other one
             message = "the request has both content-length and transfer-encoding; it must have one of them"
             raise ApiError(400, message, headers={"connection": "close"})
         host = headers.get("host", "")
@@ -58,7 +58,7 @@ class Policy:
             raise ApiError(401, "the API key is missing or wrong", "invalid_api_key", headers=asks)
 
     def allows_host(self, host: str) -> bool:
-        """Test whether a Host header names this machine: a page that rebinds its own name to our address does not."""
+        """Test whether a Host header names this machine; the header of a page with a rebound DNS name does not."""
         try:
             name = host_name(urlsplit(f"//{host}").hostname or "")
         except ValueError:
@@ -72,21 +72,21 @@ class Policy:
         return True
 
     def allows_origin(self, origin: str, host: str) -> bool:
-        """Test whether a browser's page may call: one that this server sent, or one that was allowed."""
+        """Test whether a browser's page may call: a page of this server, or of an allowed origin."""
         if "*" in self.origins or origin in self.origins:
             return True
         scheme, _, rest = origin.partition("://")
         return scheme in ("http", "https") and rest == host
 
     def has_key(self, headers: Headers) -> bool:
-        """Test whether a request brings a key, in the header of either API; takes the same time for every wrong key."""
+        """Test whether a request has a valid key, in the header of either API; takes equal time for every wrong key."""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")
         return any([hmac.compare_digest(digest(one), key) for one in given for key in self.keys])
 
 
 def host_name(name: str) -> str:
-    """Return a host's name in the form in which names are compared."""
+    """Normalize a host's name for comparison."""
     return name.lower().rstrip(".")
 
 
@@ -138,7 +138,7 @@ class Guard:
             await Response(body, error.status, error.headers, "application/json")(scope, receive, answer)
 
         note: dict[str, Any] = {"id": id}
-        scope["bimetal"] = note  # to which endpoints add what the log shows
+        scope["bimetal"] = note  # endpoints add facts for the log to it
         try:
             self.policy.check("/health" if scope["method"] == "OPTIONS" else scope["path"], headers)
             if scope["method"] == "OPTIONS":
@@ -151,7 +151,7 @@ class Guard:
         except Exception as error:
             refused = no_route(scope, error) if isinstance(error, HTTPException) else refusal(error)
             note |= fault_of(error, refused)
-            if not status:  # a reply that has begun breaks off here
+            if not status:  # a reply that has begun ends here
                 await refuse(refused or ApiError(500, "the server failed to answer this request"))
         finally:
             code = CLIENT_GONE if "left" in note else status
@@ -160,7 +160,7 @@ class Guard:
 
 
 def no_route(scope: Message, error: HTTPException) -> ApiError:
-    """The refusal of an unknown path or method."""
+    """Build the refusal of an unknown path or method."""
     allowed, path = (error.headers or {}).get("Allow", ""), scope["path"]
     tidy = "/" + "/".join(part for part in path.split("/") if part)
     if allowed:
@@ -175,7 +175,7 @@ def no_route(scope: Message, error: HTTPException) -> ApiError:
 
 
 def preflight(headers: Headers) -> Response:
-    """The answer to a browser's question whether a page of an allowed origin may call."""
+    """Answer a browser's preflight request for a page of an allowed origin."""
     found = {
         "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
         "access-control-allow-headers": headers.get("access-control-request-headers", "authorization, content-type"),
@@ -185,7 +185,7 @@ def preflight(headers: Headers) -> Response:
 
 
 def keys_of(given: Sequence[str], file: str | None, environment: str | None) -> list[bytes]:
-    """Digests of the keys from the command line, a file with one per line, and the environment.
+    """Digest the keys from the command line, a file with one per line, and the environment.
 
     Raises BimetalError for a file without keys, and for a key that no client can send.
     """
@@ -193,7 +193,7 @@ def keys_of(given: Sequence[str], file: str | None, environment: str | None) -> 
 
 
 def key_of(file: str | None, environment: str | None) -> str | None:
-    """The key for another server: of a file that holds one, else from the environment; None: it asks for none."""
+    """Read the key for another server: from a file that holds one, else from the environment; None: no key."""
     keys = key_in(environment) if file is None else lines_of(file)
     if len(keys) > 1:
         raise BimetalError(f"{file} holds {len(keys)} API keys; it must hold one")
@@ -201,7 +201,7 @@ def key_of(file: str | None, environment: str | None) -> str | None:
 
 
 def lines_of(file: str) -> list[str]:
-    """The keys of a file with one per line; raises BimetalError where it has none."""
+    """Read the keys of a file with one per line; raises BimetalError if it has none."""
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
@@ -217,7 +217,7 @@ def lines_of(file: str) -> list[str]:
 
 
 def key_in(environment: str | None) -> list[str]:
-    """The key that a variable of the environment holds, if it holds one."""
+    """Return the key in a variable of the environment, if it holds one."""
     return [sendable("the environment", key)] if (key := (environment or "").strip()) else []
 
 

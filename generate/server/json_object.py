@@ -1,4 +1,4 @@
-"""Parse a JSON object from outside: bounded in depth and number of values, and free of what JSON cannot answer with."""
+"""Parse a JSON object from outside: bounded in depth and number of values, without values that JSON cannot write."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The log: one line per request, without anything that a prompt, a reply or a key says."""
+"""The log: one line per request, without text of prompts and replies, and without keys."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from generate.server.events import Usage
 
 MOST_PATH = 200
 LIBRARIES = ("uvicorn", "asyncio")
-BROKEN_OFF = "ASGI callable returned without completing response."  # the line of the request says why
+BROKEN_OFF = "ASGI callable returned without completing response."  # the request's line has the reason
 PARTED = re.compile(r'[\s"]|^$')
 
 
@@ -55,7 +55,7 @@ class Log:
 
 
 def word(value: Any) -> str:
-    """Text of a value as one word, in quotes where it has white space: a request's path must not forge an entry."""
+    """Write a value as one word, quoted if it has white space: a request's path must not forge an entry."""
     text = str(value)
     return json.dumps(text, ensure_ascii=False) if PARTED.search(text) else text
 
@@ -67,7 +67,7 @@ def place(error: BaseException) -> str:
 
 
 def fault_of(error: Exception, told: ApiError | None) -> dict[str, str]:
-    """Return the entries of a request's line for an error: its code, or of a fault of ours its type and place.
+    """Return the entries of a request's line for an error: its code, or for a fault of the server its type and place.
 
     told  the refusal that the client gets; None: none
     """
@@ -95,7 +95,7 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def forwarding(log: Log) -> Iterator[None]:
-    """Have the HTTP server and the event loop write to `log` in a block, in whose form all lines then are."""
+    """Have the HTTP server and the event loop write their lines to `log`, in its form, for a block."""
     loggers, handler = [logging.getLogger(name) for name in LIBRARIES], _Handler(log)
     before = [logger.propagate for logger in loggers]
     for logger in loggers:

@@ -31,8 +31,8 @@ from generate.server.task import Chat, Task
 from generate.server.thinking import KINDS, effort_options, switch_options
 from generate.server.wire import Frame, Parsed, named_sse, new_id
 
-BILLING = "x-anthropic-billing-header:"  # a line that differs between requests, and that no model should read
-HOSTED = {  # blocks of what only Anthropic's servers run or read
+BILLING = "x-anthropic-billing-header:"  # a line that differs between requests, and is removed
+HOSTED = {  # blocks that only Anthropic's servers run or read
     *("server_tool_use", "mcp_tool_use", "mcp_tool_result", "redacted_thinking"),
     *(f"{tool}_tool_result" for tool in ("web_search", "web_fetch", "code_execution", "tool_search")),
     *(f"{tool}_code_execution_tool_result" for tool in ("bash", "text_editor")),
@@ -65,7 +65,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
 
 
 def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
-    """Parse a request; also whether its client reads the thinking. `max_tokens` may be absent."""
+    """Parse a request; return also whether its client reads the thinking. `max_tokens` may be absent."""
     fields.text("model")
     _refuse_unsupported(fields)
     fields.take("stop_sequences", STOPS)
@@ -78,7 +78,7 @@ def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
     if tools and choice.mode != "none":
         rendering["tools"] = tools
     output = fields.object("output_config") or Fields({})
-    form = output.object("format") or fields.object("output_format")  # its place and its earlier one
+    form = output.object("format") or fields.object("output_format")  # the present and the earlier place
     budget = budget_of(fields.object("thinking") or Fields({}), output.text("effort"), "budget_tokens")
     task = Task(
         [Chat(arrange([*_system(fields), *messages_of(fields)], facts), rendering)],
@@ -92,8 +92,8 @@ def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    """Refuse what would be wrong to ignore."""
-    if servers := fields.take("mcp_servers", LIST):  # whose entries hold keys, which no message repeats
+    """Refuse fields that must not be ignored."""
+    if servers := fields.take("mcp_servers", LIST):  # its entries hold keys: errors must not repeat them
         held = counted(len(servers), "entry", "entries")
         words = "MCP servers are called by the client only; give their functions as tools"
         raise ApiError(400, f"mcp_servers has {held}; {words}", param="mcp_servers")
@@ -113,7 +113,7 @@ def _thinking(fields: Fields, facts: Facts) -> tuple[dict[str, Any], bool]:
 
 
 def _system(fields: Fields) -> list[Message]:
-    """The system prompt, without the billing line that Claude Code sends first."""
+    """Read the system prompt, without the billing line that Claude Code sends first."""
     given = fields.values.get("system")
     if given is None or isinstance(given, str):
         texts = [given or ""]
@@ -183,7 +183,7 @@ def _result(block: Fields) -> str:
 
 
 def _text(block: Fields) -> str:
-    """The text of a block; a document may hold plain text."""
+    """Read the text of a block; a document may hold plain text."""
     if block.need("type", TEXT) == "document" and (source := block.object("source")):
         if source.text("type") == "text":
             return str(source.need("data", TEXT))
@@ -194,7 +194,7 @@ def _text(block: Fields) -> str:
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """Usage as Anthropic counts it: `input_tokens` are those that were not cached."""
+    """Return usage as Anthropic counts it: `input_tokens` are those that were not cached."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,
@@ -205,7 +205,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def stop_of(head: Head, finish: Finish) -> dict[str, Any]:
-    """The entries `stop_reason` and `stop_sequence`, by which Messages says why a reply ended."""
+    """Return the entries `stop_reason` and `stop_sequence` of a finished reply."""
     if finish.stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop}
     reason = {"stop": "end_turn", "tool_calls": "tool_use"}.get(finish.reason, "max_tokens")
@@ -294,7 +294,7 @@ def is_shown(head: Head, part: Stretch) -> bool:
 
 
 def part_block(part: Stretch | Call) -> dict[str, Any]:
-    """The block of a part of a whole reply."""
+    """Build the block of a part of a reply that is not streamed."""
     if isinstance(part, Call):
         return {"type": "tool_use", "id": tool_id(part.id), "name": part.name, "input": json.loads(part.arguments)}
     if part.kind == "text":
@@ -303,7 +303,7 @@ def part_block(part: Stretch | Call) -> dict[str, Any]:
 
 
 def whole_reply(head: Head, reply: Whole) -> dict[str, Any]:
-    """The body of a reply that is not streamed."""
+    """Build the body of a reply that is not streamed."""
     content = [part_block(part) for part in reply.parts if isinstance(part, Call) or is_shown(head, part)]
     body: dict[str, Any] = {"id": head.id, "type": "message", "role": "assistant", "model": head.facts.name}
     return body | {"content": content} | stop_of(head, reply.finish) | {"usage": usage_object(reply.finish.usage)}

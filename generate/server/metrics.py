@@ -73,7 +73,7 @@ class Metrics:
 
     @contextmanager
     def counting(self, task: Task, started: float) -> Iterator[Callable[[int, Event], None]]:
-        """Yield a function that counts each event, with its reply's index, of a request that came at `started`."""
+        """Yield a function that counts each event, with its reply's index, of a request that arrived at `started`."""
         self.observe("request_params_n", task.n)
         if (limit := task.options.get("max_tokens")) is not None:
             self.observe("request_params_max_tokens", limit)
@@ -147,7 +147,7 @@ class Metrics:
         return found
 
     def text(self, model: str, gauges: dict[str, tuple[float, str]], cache: Mapping[str, str] | None = None) -> str:
-        """All figures in Prometheus' text format.
+        """Write all figures in Prometheus' text format.
 
         gauges  further ones, with their meanings
         cache   settings of the model's cache, which are labels of `cache_config_info`

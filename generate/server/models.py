@@ -1,4 +1,4 @@
-"""The list of models, with the entries that OpenAI, Anthropic, OpenRouter, vLLM and LM Studio each look for."""
+"""The list of models, with the entries of OpenAI, Anthropic, OpenRouter, vLLM and LM Studio."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -7,7 +7,7 @@ from generate.server.facts import Facts
 
 
 def model_entry(facts: Facts) -> dict[str, Any]:
-    """One model."""
+    """Describe one model."""
     return {
         "id": facts.name,
         "object": "model",
@@ -29,7 +29,7 @@ def model_entry(facts: Facts) -> dict[str, Any]:
 
 
 def model_list(facts: Facts) -> dict[str, Any]:
-    """All models, which is one, as OpenAI and Anthropic list them."""
+    """List the one model, as OpenAI and Anthropic list models."""
     entry = model_entry(facts)
     ends = {"first_id": facts.name, "last_id": facts.name, "has_more": False}
     return {"object": "list", "data": [entry]} | ends

@@ -1,4 +1,4 @@
-"""A part of Ollama's API: chat, generate, and what its clients ask of a server before they use it."""
+"""A part of Ollama's API: chat, generate, and the requests of its clients before these."""
 
 import hashlib
 import json
@@ -26,13 +26,13 @@ from generate.server.task import Chat, Task
 from generate.server.thinking import effort_options, switch_options
 from generate.server.wire import Frame, Parsed, chat_logprobs, dumps
 
-VERSION = "0.13.5"  # of the API that is followed; clients ask for at least so much
+VERSION = "0.13.5"  # of the implemented API; clients require a minimum
 MEDIA = "application/x-ndjson"
 DURATION = re.compile(r"[+-]?(0|(([0-9]+(\.[0-9]*)?|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h))+)")
 
 
 def _lasts(value: Any) -> bool:
-    """Test whether a model that is kept loaded for a time, in seconds or as DURATION, is kept at all."""
+    """Test whether a `keep_alive`, in seconds or as DURATION, keeps a model loaded."""
     if not isinstance(value, str):
         return bool(FINITE.convert(value) != 0)
     if not DURATION.fullmatch(value):
@@ -50,7 +50,7 @@ class Head:
     model     as the client named it
     chat      the reply is a message; else it is a text
     logprobs  log-probabilities are sent
-    kept      the client asks for the model to stay loaded
+    kept      the client requests that the model stays loaded
     """
 
     model: str
@@ -117,7 +117,7 @@ def _rendering(fields: Fields, facts: Facts) -> dict[str, Any]:
 
 
 def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | str | None) -> Parsed:
-    """A request whose options are read; without a prompt it only asks for the model to be loaded, or unloaded."""
+    """Read a request's options; a request without a prompt only loads or unloads the model."""
     given = fields.object("options") or Fields({})
     if isinstance(seed := given.values.get("seed"), int) and seed < 0:
         given = Fields({**given.values, "seed": -1}, given.where)
@@ -143,7 +143,7 @@ def line(head: Head, done: bool, created: str = "", **values: Any) -> dict[str, 
 
 
 def moment() -> str:
-    """The time, as RFC 3339 writes it."""
+    """Return the time as in RFC 3339."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -229,7 +229,7 @@ class Writer:
 
 
 def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
-    """The body of a reply that is not streamed."""
+    """Build the body of a reply that is not streamed."""
     if not replies:
         return line(head, True, **part(head, ""), **figures(head, None))
     reply = replies[0]
@@ -267,7 +267,7 @@ def running(facts: Facts) -> dict[str, Any]:
 
 
 def show(facts: Facts) -> dict[str, Any]:
-    """Answer to /api/show: what is known of the one model."""
+    """Answer to /api/show: facts about the one model."""
     capabilities = ["completion"]
     capabilities += ["tools"] if facts.takes_tools else []
     capabilities += ["thinking"] if facts.thinks else []

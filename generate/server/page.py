@@ -1,4 +1,4 @@
-"""The chat page and the status page: fixed files, which ask no other host for anything."""
+"""The chat page and the status page: fixed files, which load nothing from other hosts."""
 
 from importlib.resources import files
 from typing import Any
@@ -25,7 +25,7 @@ HEADERS = {
 
 
 def routes() -> list[Route]:
-    """A route for each page and for each file that pages name."""
+    """List a route for each page and for each file that pages load."""
     folder = files("generate.server") / "static"
     held = {file.name: file.read_bytes() for file in folder.iterdir() if kind_of(file.name)}
     paths = PAGES | {f"/static/{name}": name for name in held}
@@ -38,14 +38,14 @@ def is_page(path: str) -> bool:
 
 
 def kind_of(name: str) -> str:
-    """The media type of a file that pages are made of, "" for others."""
+    """Return the media type of a file of the pages, "" for others."""
     return next((kind for end, kind in TYPES.items() if name.endswith(end)), "")
 
 
 def _answer(path: str, body: bytes, kind: str) -> Any:
     async def answer(request: Request) -> Response:
         if path == "/" and "text/html" not in request.headers.get("accept", ""):
-            return PlainTextResponse("Ollama is running", headers=VARIES)  # which Ollama's clients look for
+            return PlainTextResponse("Ollama is running", headers=VARIES)  # Ollama's clients check for this text
         return Response(body, headers=HEADERS | (VARIES if path == "/" else {}), media_type=kind)
 
     return answer

@@ -1,4 +1,4 @@
-"""A server without a model of its own: it shortens long prompts, and another server answers what is left of them."""
+"""A server without a model of its own: it shortens long prompts and sends them to another server."""
 
 import asyncio
 import json
@@ -36,12 +36,12 @@ UNVERSIONED = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
-)  # which some clients call without the version
+)  # some clients call them without the version
 READ = ("/v1/models", "/api/tags", "/api/ps", "/api/version")
 JSON = [(b"content-type", WHOLE.encode())]
 HEADERS = ("anthropic-version", "anthropic-beta")
 
-Place = tuple[Any, Any]  # a container of a request, and where in it a text stands
+Place = tuple[Any, Any]  # a container of a request, and the key or index of a text in it
 
 
 def build(service: Service, upstream: Upstream, policy: Policy, log: Log) -> Guard:
@@ -116,7 +116,7 @@ class Forward:
         return self.path in SHORTENED and body.get("stream", self.dialect == "ollama") is True
 
     async def _answer_now(self, data: bytes | None, passed: Mapping[str, str], send: Send) -> None:
-        """Send on what the upstream server answers, with its status."""
+        """Return the upstream server's answer, with its status."""
         async with self.upstream.ask(self.client, self.method, self.path, data, passed) as response:
             kind = kind_of(response)
             if kind == WHOLE:
@@ -147,7 +147,7 @@ class Forward:
                 await write(failure(self.path, self.dialect, refused))
 
     async def _prepared(self, body: dict[str, Any] | None) -> bytes | None:
-        """The request with its long texts shortened, and the model's name replaced where the settings say so."""
+        """Return the request with long texts shortened, and the model's name replaced if configured."""
         if body is None:
             return None
         found = list(places(self.path, body)) if self.path in SHORTENED else []
@@ -177,7 +177,7 @@ class Forward:
 
 
 class ForwardModel:
-    """The route of one model, as an ASGI application; `forward` makes that of its path."""
+    """The route of one model, as an ASGI application; `forward` makes the application of its path."""
 
     def __init__(self, forward: Callable[[str], Forward]):
         self.forward = forward
@@ -223,7 +223,7 @@ def ping_of(path: str, body: Mapping[str, Any]) -> bytes:
 
 
 def failure(path: str, dialect: str, error: ApiError) -> bytes:
-    """End a stream that fails, in its dialect; an event that had begun ends first."""
+    """End a failed stream in its dialect; an unfinished event is ended first."""
     what = envelope(error, dialect, "")
     if dialect == "ollama":
         return json.dumps(what).encode() + b"\n"

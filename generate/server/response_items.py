@@ -19,9 +19,9 @@ from generate.server.errors import ApiError
 from generate.server.fields import OBJECT, TEXT, TEXT_OR_LIST, Fields
 from generate.server.store import Store
 
-DEFAULT = "functions"  # the namespace of functions that have none, which Codex writes out
+DEFAULT = "functions"  # the namespace that Codex writes for functions without one
 SEARCH = "tool_search"  # a function by which a model asks the client for further ones
-HOLDERS = ("additional_tools", "tool_search_output")  # items of a conversation that hold functions for what follows
+HOLDERS = ("additional_tools", "tool_search_output")  # items of a conversation that add functions
 HOSTED = {"file_search", "code_interpreter", "image_generation", "mcp", "programmatic_tool_calling"}
 OUTPUT = {"input_text": "text", "output_text": "text", "text": "text"}
 REASONING = {"summary_text": "text", "reasoning_text": "text", "text": "text"}
@@ -43,8 +43,8 @@ READ = (
     "tool_search_output",
     *(f"{call}{end}" for call in RUN for end in ("", "_output")),
 )
-# Items of a conversation that hold nothing a model could read here: calls of tools that no request has here, what only
-# OpenAI's servers can decrypt, and a client's own notes.
+# Items of a conversation that a model cannot read here: calls of unsupported tools, encrypted items of OpenAI's
+# servers, and a client's own notes.
 LEFT_OUT = {
     *("configuration_update", "ghost_snapshot", "other"),
     *("compaction", "compaction_summary", "context_compaction"),
@@ -69,9 +69,9 @@ class Tool:
 
 
 def tools_of(fields: Fields) -> tuple[list[dict[str, Any]], dict[str, Tool]]:
-    """Return the functions in the form of Chat Completions, and what each of their names stands for.
+    """Return the functions in the form of Chat Completions, and the client's tool of each name.
 
-    They are those of the request, and those that items of its input hold; of two with one name the later counts.
+    They come from the request and from items of its input; of two with one name the later one is used.
     Functions of a namespace are called NAMESPACE.NAME; kinds that only OpenAI's own servers run are left out.
     """
     found: dict[str, dict[str, Any]] = {}
@@ -98,11 +98,11 @@ def _listed(holder: Fields) -> Iterator[tuple[Fields, str | None]]:
 
 
 def _tool(tool: Fields, namespace: str | None) -> Tool | None:
-    """Return what a tool is to its client; None for one that only OpenAI's servers run."""
+    """Return the client's tool; None for a tool that only OpenAI's servers run."""
     kind = tool.need("type", TEXT)
     if kind in ("function", "custom"):
         return Tool(tool.need("name", TEXT), namespace, "custom_tool_call" if kind == "custom" else "function_call")
-    if kind == SEARCH:  # what OpenAI's servers search are functions of the request, all of which the model sees here
+    if kind == SEARCH:  # OpenAI's servers would search functions of the request, all of which the model sees here
         client = tool.choice("execution", "server", "client") == "client"
         return Tool(SEARCH, kind="tool_search_call") if client else None
     if kind in HOSTED or kind.startswith("web_search"):
@@ -121,7 +121,7 @@ def _flat(name: str, namespace: str | None) -> str:
 
 
 def messages_of(fields: Fields, store: Store) -> list[Message]:
-    """Return the conversation that `input` holds: text, or items; none only where it goes on from a response."""
+    """Read the conversation in `input`: text, or items; it may be empty only if it continues a response."""
     given = fields.values.get("input")
     if given in (None, []) and not fields.has("previous_response_id"):
         words = "is missing; it must be text or a list" if given is None else "is []; it must have at least one item"
@@ -152,7 +152,7 @@ def messages_of(fields: Fields, store: Store) -> list[Message]:
 
 
 def _referenced(item: Fields, store: Store) -> Fields:
-    """The output item of an earlier response that is named by its id."""
+    """Find the output item of an earlier response by its id."""
     found = store.item(item.need("id", TEXT))
     if found is None:
         raise item.refuse("id", "no response that is kept has this item; send the item itself")
@@ -160,14 +160,14 @@ def _referenced(item: Fields, store: Store) -> Fields:
 
 
 def _join(message: Message, call: Message) -> None:
-    """Add a call to the assistant's message that it came after."""
+    """Add a call to the assistant's message before it."""
     message["tool_calls"] = [*message.get("tool_calls", []), *call["tool_calls"]]
     if "reasoning_content" in call:
         message.setdefault("reasoning_content", call["reasoning_content"])
 
 
 def _message(item: Fields, kind: str) -> Message | None:
-    """The message of one item; None for kinds that hold nothing a model could read here."""
+    """Return the message of one item; None for kinds that a model cannot read here."""
     if kind == "message":
         role = ROLES.get(item.need("role", TEXT))
         if role not in ("system", "user", "assistant"):
@@ -208,7 +208,7 @@ def _result(item: Fields, content: str) -> Message:
 
 
 def _plain(item: Fields, key: str) -> Fields:
-    """The item without those parts of an entry that only OpenAI's servers can decrypt."""
+    """Return the item without the parts of an entry that only OpenAI's servers can decrypt."""
     parts = item.values.get(key)
     if not isinstance(parts, list):
         return item
@@ -217,7 +217,7 @@ def _plain(item: Fields, key: str) -> Fields:
 
 
 def _reasoning(item: Fields) -> str:
-    """The text of a reasoning item: its content, else its summary."""
+    """Return the text of a reasoning item: its content, else its summary."""
     for key in ("content", "summary"):
         if text := text_of(item, key, REASONING):
             return text
@@ -225,7 +225,7 @@ def _reasoning(item: Fields) -> str:
 
 
 def reply_message(text: str, reasoning: str, calls: Sequence[Any]) -> Message:
-    """The reply as a message of a conversation that goes on."""
+    """Return the reply as a message for the next request of its conversation."""
     message: Message = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning

@@ -35,7 +35,7 @@ from generate.server.wire import Frame, Parsed, chat_logprobs, dumps, named_sse,
 
 ECHOED: dict[
     str, Any
-] = {  # entries of a request that its response repeats, and what stands there if they are not given
+] = {  # entries of a request that its response repeats, and their defaults
     "instructions": None,
     "max_output_tokens": None,
     "metadata": {},
@@ -55,11 +55,11 @@ PREFIXES = {"function_call": "fc_", "custom_tool_call": "ctc_", "tool_search_cal
 
 @dataclass(frozen=True)
 class Head:
-    """Fields that a response repeats of its request, and what its writer must know.
+    """Fields that a response repeats from its request, and settings of its writer.
 
     capped     the reply has a limit beside the context
     summarize  reasoning is sent as a summary
-    store      where the response is kept; None: nowhere
+    store      the store that keeps the response; None: it is not kept
     messages   the conversation so far, without instructions
     """
 
@@ -130,7 +130,7 @@ def parse(store: Store, fields: Fields, facts: Facts) -> Parsed:
 
 
 def previous_messages(store: Store, id: str) -> list[Message]:
-    """The conversation up to and with a stored response; raises ApiError."""
+    """Return the conversation up to and with a stored response; raises ApiError."""
     try:
         return store.get(id).messages
     except ApiError as error:
@@ -139,7 +139,7 @@ def previous_messages(store: Store, id: str) -> list[Message]:
 
 
 def completed(given: Any, default: Any) -> Any:
-    """Return an entry of a request, with the entries of its default that it lacks; null counts as absent."""
+    """Complete an entry of a request by the missing entries of its default; null counts as absent."""
     if isinstance(given, dict) and isinstance(default, dict):
         return given | {key: value for key, value in default.items() if given.get(key) is None}
     return default if given is None else given
@@ -156,7 +156,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def response_object(head: Head, status: str, output: Sequence[Any], **more: Any) -> dict[str, Any]:
-    """A response; `more` replaces entries."""
+    """Build a response; `more` replaces entries."""
     body = {"id": head.id, "object": "response", "created_at": head.created, "status": status, "error": None}
     body |= {"incomplete_details": None, "model": head.facts.name, "output": list(output), "usage": None}
     return body | head.echoed | more
@@ -291,7 +291,7 @@ class Writer:
 
     def _finish(self, finish: Finish) -> bytes:
         status, more = ended(finish)
-        if finish.reason == "length" and not self.head.capped:  # an agent can compact its conversation then
+        if finish.reason == "length" and not self.head.capped:  # an agent then compacts its conversation
             what = {"code": "context_length_exceeded", "message": "the reply filled the context of the model"}
             status, more = "failed", {"error": what}
         body = response_object(self.head, status, self.output, usage=usage_object(finish.usage), **more)
@@ -300,7 +300,7 @@ class Writer:
 
 
 def _delta(at: dict[str, Any], number: str, text: str) -> bytes:
-    """An event of a message's text without log-probabilities."""
+    """Write an event of a message's text without log-probabilities."""
     kind = "response.output_text.delta"
     more = {"content_index": 0, "delta": text, "logprobs": []}
     return named_sse(kind, {"type": kind, "sequence_number": number} | at | more)
@@ -312,19 +312,19 @@ def lacks_message(reply: Whole) -> bool:
 
 
 def status_of_last(finish: Finish) -> str:
-    """The status of the text or reasoning that a reply ends with; a call is whole."""
+    """Return the status of the text or reasoning that ends a reply; a call is complete."""
     return "incomplete" if finish.reason == "length" else "completed"
 
 
 def ended(finish: Finish) -> tuple[str, dict[str, Any]]:
-    """The status of a finished response, and the entries that it changes."""
+    """Return the status of a finished response, and the entries that it changes."""
     if finish.reason == "length":
         return "incomplete", {"incomplete_details": {"reason": "max_output_tokens"}}
     return "completed", {"completed_at": now()}
 
 
 def item_object(head: Head, item: Item, status: str) -> dict[str, Any]:
-    """An output item, empty while it is in progress."""
+    """Build an output item, empty while it is in progress."""
     body: dict[str, Any] = {"type": item.kind, "id": item.id, "status": status}
     if item.kind == "message":
         part = {"type": "output_text", "text": item.text, "annotations": [], "logprobs": item.logprobs}
@@ -346,20 +346,20 @@ def item_object(head: Head, item: Item, status: str) -> dict[str, Any]:
 
 
 def call_kind(head: Head, name: str) -> tuple[str, str]:
-    """The kind of the output item that calls a function, and the prefix of its id."""
+    """Return the kind of the output item that calls a function, and the prefix of its id."""
     kind = head.tools.get(name, Tool(name)).kind
     return kind, PREFIXES[kind]
 
 
 def keep(head: Head, body: dict[str, Any], reply: Whole) -> None:
-    """Store a response for requests that go on from it."""
+    """Store a response for requests that continue it."""
     if head.store is not None:
         messages = [*head.messages, reply_message(reply.text, reply.reasoning, reply.calls)]
         head.store.put(head.id, Stored(body, messages, len(dumps([body, messages]))))
 
 
 def whole_item(head: Head, part: Stretch | Call) -> Item:
-    """The output item of a part of a whole reply."""
+    """Build the output item of a part of a finished reply."""
     if isinstance(part, Call):
         kind, prefix = call_kind(head, part.name)
         return Item(kind, new_id(prefix), 0, CallBegin(0, part.id, part.name), part.arguments)
@@ -370,7 +370,7 @@ def whole_item(head: Head, part: Stretch | Call) -> Item:
 
 
 def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
-    """The body of a response that is not streamed."""
+    """Build the body of a response that is not streamed."""
     reply = replies[0]
     parts = [part for part in reply.parts if isinstance(part, Call) or part.text]
     if lacks_message(reply):

@@ -1,4 +1,4 @@
-"""Send a body while it is made, with keep-alives to clients that wait."""
+"""Send a body while it is produced, with keep-alives while the client waits."""
 
 import asyncio
 import time
@@ -17,16 +17,16 @@ Write = Callable[[bytes], Awaitable[None]]
 
 
 class ClientGoneError(Exception):
-    """The client left before its reply was whole."""
+    """The client left before its reply was complete."""
 
 
 @asynccontextmanager
 async def sending(send: Send, media: str, ping: Callable[[], bytes]) -> AsyncIterator[Write]:
-    """Yield what writes a part of a streamed body, whose status 200 goes before the first part, and end the body.
+    """Yield a function that writes a part of a streamed body (status 200 before the first part); then end the body.
 
-    ping  makes what is sent after HEARTBEAT seconds without a part; b"": nothing
+    ping  makes the keep-alive that is sent after HEARTBEAT seconds without a part; b"": none
 
-    Raises ClientGoneError where the client has read nothing for STALLED seconds.
+    Raises ClientGoneError if the client has read nothing for STALLED seconds.
     """
     sent, has_begun, is_sending, is_stalled = time.monotonic(), False, False, False
     task = asyncio.current_task()
@@ -98,7 +98,7 @@ def later(seconds: float, run: Callable[[], Coroutine[Any, Any, None]]) -> Itera
 
 
 async def in_time(work: asyncio.Future[Any]) -> bool:
-    """Wait until `work` is done or a keep-alive is due; whether it is. Cancelling the wait cancels the work."""
+    """Wait until `work` is done or a keep-alive is due; return whether work is done. Cancelling cancels the work."""
     if work.done():
         return True
     try:

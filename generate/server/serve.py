@@ -30,7 +30,7 @@ from generate.server.service import Service
 from generate.server.upstream import Upstream
 
 KEY, UPSTREAM_KEY = "BIMETAL_API_KEY", "BIMETAL_UPSTREAM_KEY"
-MOST_HEAD = 1 << 16  # bytes of a request's line and headers that are held until all have come
+MOST_HEAD = 1 << 16  # most bytes of a request's line and headers
 THRESHOLD = 32_000  # prompt tokens from which auto compresses
 CLOSING = 5  # seconds for connections after the grace time
 BACKLOG = 2048
@@ -38,7 +38,7 @@ SWITCH = 0.0005  # seconds: the model's thread asks for the interpreter after ea
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal ends it; 0 after a SIGTERM or Ctrl-C that let all replies finish."""
+    """Serve until a signal; return 0 if a SIGTERM or Ctrl-C let all replies finish."""
     policy, compression, upstream = policy_of(args), compression_of(args), upstream_of(args)
     check_loading(args)
     log, service = Log(args.log_json), Service(args.max_queue, options=args.options)
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_loading(args: argparse.Namespace) -> None:
-    """Refuse models that do not exist, and paths that hold none, before anything listens: BimetalError, UsageError."""
+    """Refuse models that do not exist, and paths without one, before listening: BimetalError, UsageError."""
     check_load(args.load)
     drafts = [name for name in (args.draft, args.prefill_drafter) if name not in (None, "mtp", "demo")]
     for name in drafts if args.prefill_upstream_base else [args.model, *drafts]:
@@ -89,7 +89,7 @@ def check_loading(args: argparse.Namespace) -> None:
 
 @contextmanager
 def switching(seconds: float) -> Iterator[None]:
-    """Set, for a block, the time after which a thread that computes lets waiting threads have the interpreter."""
+    """Set, for a block, the time after which a computing thread releases the interpreter lock to waiting threads."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
     try:
@@ -131,7 +131,7 @@ def compression_of(args: argparse.Namespace) -> Compression | None:
 
 
 def upstream_of(args: argparse.Namespace) -> Upstream | None:
-    """The server that answers in place of a model of our own; None: there is none."""
+    """Read the server that answers in place of a model of our own; None: there is none."""
     base, model, file = args.prefill_upstream_base, args.prefill_upstream_model, args.prefill_upstream_key_file
     if base is None:
         if model is not None or file is not None:
@@ -156,7 +156,7 @@ def flag_of_model(args: argparse.Namespace) -> str | None:
 
 
 def load_compressor(service: Service, backend: str | None, compression: Compression | None) -> None:
-    """Load what compresses prompts, if anything does: before the model, which takes the memory that is left."""
+    """Load the compressor of prompts, if any, before the model, which takes the remaining memory."""
     if compression is not None:
         service.compressor = compressor_for(backend, compression)
 
@@ -183,7 +183,7 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        why = (error.strerror or str(error)).partition(" (while")[0]  # after which Python repeats the address
+        why = (error.strerror or str(error)).partition(" (while")[0]  # Python repeats the address after this
         raise BimetalError(f"cannot listen on {host}:{port}: {why}; choose another --host or --port") from None
 
 
@@ -201,7 +201,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, whose end begins with a grace time: running replies go on, and new requests are refused."""
+    """uvicorn's server with a grace time at its end: running replies continue, and new requests are refused."""
 
     def __init__(self, config: uvicorn.Config, service: Service, log: Log, grace: float):
         super().__init__(config)
@@ -210,7 +210,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Begin the end on the first signal; end at once on the second."""
         super().handle_exit(sig, frame)
-        self._captured_signals.clear()  # a signal that was obeyed is not raised again
+        self._captured_signals.clear()  # a handled signal is not raised again
         if not self._service.draining:
             self._service.draining = True
             self._log.line("draining", running=self._service.running, seconds=self._grace)

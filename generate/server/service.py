@@ -20,13 +20,13 @@ class Service:
     """One model and the requests that it works on.
 
     most      requests at once, running and waiting
-    replica   the name of this server among several, which its figures carry
+    replica   the name of this server among several, a label of its figures
     options   of generation, for requests that leave them out
     running   requests now
     slots     sequences that the model works on at once
-    draining  the server shuts down: what runs is finished, and nothing else is begun
-    store     finished responses that requests may go on from
-    compressor  what shortens long prompts, if anything does
+    draining  the server shuts down: running requests are finished, and no other begins
+    store     finished responses that requests may continue
+    compressor  shortens long prompts; None: they are not shortened
     short_jobs  a thread that prepares short prompts one after the other; many threads at once would all finish late
     """
 
@@ -42,7 +42,7 @@ class Service:
     def load(self, make: Callable[[], None], ended: Callable[[BaseException | None], None]) -> None:
         """Call `make` in a new thread, and afterwards `ended` in the same thread, with the error or None.
 
-        make  loads what requests need, and hands it to this service
+        make  loads the model and passes it to this service
         """
 
         def run() -> None:
@@ -73,21 +73,21 @@ class Service:
 
     @property
     def llm(self) -> LLM:
-        """The model; raises ApiError while it is loaded."""
+        """Return the model; raises ApiError while it is being loaded."""
         if self._llm is None:
             raise ApiError(503, "Loading model", retry=RETRY)
         return self._llm
 
     @property
     def facts(self) -> Facts:
-        """Return facts about the model; raises ApiError while it is loaded."""
+        """Return facts about the model; raises ApiError while it is being loaded."""
         if self._facts is None:
             raise ApiError(503, "Loading model", retry=RETRY)
         return self._facts
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Count a request while it runs; raises ApiError where there are too many, and while the server shuts down."""
+        """Count a request while it runs; raises ApiError if there are too many, and while the server shuts down."""
         if self.draining:
             raise ApiError(503, "the server shuts down", retry=RETRY)
         if self.running >= self.most:
@@ -100,7 +100,7 @@ class Service:
             self.running -= 1
 
     def metrics_text(self) -> str:
-        """The figures of this server in Prometheus' format."""
+        """Write the figures of this server in Prometheus' format."""
         cache = {"num_slots": str(self.slots), "max_model_len": str(self.facts.context)}
         return self.metrics.text(self.facts.name, self.gauges(), cache)
 
@@ -123,7 +123,7 @@ class Service:
         return found | self._expert_gauges()
 
     def _expert_gauges(self) -> dict[str, tuple[float, str]]:
-        """Figures of experts that are read while the model runs."""
+        """Return the figures of streamed experts."""
         stats = self.llm.expert_stats
         if stats is None:
             return {}
@@ -159,13 +159,13 @@ class Service:
         }
 
     def _prefix_cache(self) -> dict[str, int]:
-        """Count what the prefix cache holds and has saved so far, in tokens of prompts."""
+        """Count the tokens that the prefix cache holds, and those that it has saved so far."""
         now, counters = self.llm.activity, self.metrics.counters
         found = {"bytes": now.prefix_bytes, "budget_bytes": now.prefix_budget}
         return found | {"queries": counters["prefix_cache_queries"], "hits": counters["prefix_cache_hits"]}
 
     def slots_list(self) -> list[dict[str, Any]]:
-        """The sequences that the model can work on at once, under llama.cpp's names; the busy ones come first.
+        """List the slots of the model under llama.cpp's names, busy ones first.
 
         n_past  tokens of prompt and reply that a busy slot holds
         """
@@ -177,7 +177,7 @@ class Service:
         ]
 
     def close(self) -> None:
-        """End what runs, and free the model."""
+        """End running requests, and free the model."""
         self.draining = True
         if self._llm is not None:
             self._llm.close()

@@ -1,4 +1,4 @@
-"""Finished responses, kept for requests that go on from them: bounded in number and in bytes, the oldest go first."""
+"""Finished responses, kept for requests that continue them: bounded in number and bytes; the oldest are dropped."""
 
 import threading
 from collections import OrderedDict
@@ -21,7 +21,7 @@ class Stored:
 
 
 class Store:
-    """Responses by id, of use to several threads: requests are read beside the event loop."""
+    """Responses by id, for several threads: requests are parsed beside the event loop."""
 
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES):
         self._most, self._most_bytes, self._bytes = most, most_bytes, 0

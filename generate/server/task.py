@@ -1,4 +1,4 @@
-"""Task, which is a request in whatever dialect it came, and how the task runs on a model."""
+"""Task: a request of any dialect, and its execution on a model."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -52,9 +52,9 @@ class Task:
     options          of generation, as keywords of GenerationOptions
     stream           the reply is sent while it is written
     first_call_only  a reply ends with its first tool call
-    echo             the prompt comes before the reply, with log-probabilities if the options ask for them
+    echo             the prompt precedes the reply, with log-probabilities if the options request them
     generates        whether there is a reply at all, or only an echo
-    grammar          what the reply must follow, after its reasoning
+    grammar          the grammar of the reply after its reasoning
     budget           most tokens of the reasoning
     """
 
@@ -72,7 +72,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Ready:
-    """A prompt that can be replied to; `guide` makes what constrains one reply, if anything does."""
+    """A prepared prompt; `guide` makes the guide of one reply, if replies are constrained."""
 
     prompt: Prepared
     guide: Callable[[], Guide] | None = None
@@ -89,14 +89,14 @@ def prepare(llm: LLM, facts: Facts, task: Task) -> list[Ready]:
     except PromptTooLongError as error:
         raise too_long(error, task.field) from None
     except UsageError as error:
-        if any(isinstance(prompt, Chat) for prompt in task.prompts):  # whose options may be at fault
+        if any(isinstance(prompt, Chat) for prompt in task.prompts):  # whose options may be invalid
             raise
         raise ApiError(400, str(error), param=task.field) from None
     return [Ready(prompt, _guide(facts, task, prompt, inner)) for prompt in prompts]
 
 
 def compiled(facts: Facts, grammar: Grammar) -> Callable[[], Guide]:
-    """Compile a grammar; raises ApiError with the field that is at fault."""
+    """Compile a grammar; raises ApiError with the invalid field."""
     try:
         return facts.grammars.guide(grammar.text)
     except SchemaError as error:
@@ -129,7 +129,7 @@ def rendered(llm: LLM, task: Task) -> list[Prepared]:
 
 
 def _guide(facts: Facts, task: Task, prompt: Prepared, inner: Callable[[], Guide] | None) -> Callable[[], Guide] | None:
-    """Make the guide that constrains replies to one prompt; reasoning before a reply is free, but bounded."""
+    """Make the guide of replies to one prompt; reasoning before a reply is unrestricted, but bounded."""
     is_open = prompt.parser is not None and prompt.parser().in_reasoning
     if task.budget is None and not is_open:
         return inner
@@ -197,7 +197,7 @@ async def one(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncGenerator[
 
 
 async def echo(llm: LLM, task: Task, prompt: Prepared, at: int) -> Echo:
-    """The echo of prompt number `at`."""
+    """Return the echo of prompt number `at`."""
     given = task.prompts[at]
     text = given if isinstance(given, str) else llm.tokenizer.decode(prompt.tokens)
     top = task.options.get("logprobs")

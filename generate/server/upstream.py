@@ -18,17 +18,17 @@ MOST_LINE = 8 << 20
 MOST_REFUSAL = 1 << 16
 MOST_MESSAGE = 500  # characters
 WHOLE, STREAMS = "application/json", ("text/event-stream", "application/x-ndjson")
-SAME = (400, 404, 405, 409, 413, 429)  # statuses that are the client's own concern
+SAME = (400, 404, 405, 409, 413, 429)  # statuses that are passed to the client
 BUSY = (503, 529)
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """The server to which requests are sent on.
+    """The server to which requests are forwarded.
 
     base   its address, without /v1
     key    sent with each request; clients' own keys are not
-    model  stands in the requests in place of the clients' choice; None: theirs stays
+    model  replaces the model in requests; None: it is not replaced
     """
 
     base: str
@@ -36,7 +36,7 @@ class Upstream:
     model: str | None = None
 
     def client(self, most: int) -> httpx2.AsyncClient:
-        """A client with at most so many connections, which follows no redirect and reads no setting of the machine."""
+        """Make an HTTP client of at most so many connections, which ignores redirects and the machine's proxies."""
         return httpx2.AsyncClient(
             timeout=httpx2.Timeout(SILENT, connect=CONNECTING, write=WRITING),
             limits=httpx2.Limits(max_connections=most),
@@ -50,7 +50,7 @@ class Upstream:
     ) -> AsyncIterator[httpx2.Response]:
         """Send a request, and yield an answer of status 200 whose body is unread; raises ApiError.
 
-        passed  headers of the client that the other server reads too
+        passed  headers of the client that are forwarded
         """
         headers = {**passed, "accept-encoding": "identity", "user-agent": "bimetal"}
         headers |= {} if body is None else {"content-type": WHOLE}
@@ -115,7 +115,7 @@ async def read_object(response: httpx2.Response) -> bytes:
 
 
 async def read_lines(response: httpx2.Response) -> AsyncIterator[bytes]:
-    """Yield the bytes of a stream as they come, cut after ends of lines.
+    """Yield the bytes of a stream as they arrive, cut after ends of lines.
 
     Raises ApiError for a line or a stream that is too long, or not UTF-8.
     """
@@ -143,7 +143,7 @@ def checked(text: bytes) -> bytes:
 
 
 def kind_of(response: httpx2.Response) -> str:
-    """The media type of an answer; raises ApiError for one that no route of ours has."""
+    """Return the media type of an answer; raises ApiError for one that no route of this server has."""
     kind: Any = response.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != WHOLE and kind not in STREAMS:
         raise ApiError(502, f"the upstream server answered with {kind!r:.60}; JSON and its streams are supported")

@@ -21,7 +21,7 @@ Utility = Callable[[Fields, Facts, LLM], dict[str, Any]]
 
 
 def tokenizer_info(facts: Facts) -> dict[str, Any]:
-    """Describe the tokenizer as vLLM does, by which evaluation harnesses see that they may use the server's."""
+    """Describe the tokenizer as vLLM does, so that evaluation harnesses use the server's."""
     tokenizer = facts.tokenizer
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     named = {name: None if id is None else tokenizer.decode([id]) for name, id in ids.items()}
@@ -32,7 +32,7 @@ def tokenizer_info(facts: Facts) -> dict[str, Any]:
 def tokenize(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
     """Return the token ids of a text (`content` as in llama.cpp, `prompt` as in vLLM) or of `messages`.
 
-    Raises PromptTooLongError for messages that are longer than the context for certain, before they are encoded.
+    Raises PromptTooLongError, before encoding, for messages that are certainly longer than the context.
     """
     if fields.has("messages"):
         arranged, options = _chat(fields, facts)
@@ -58,19 +58,19 @@ def tokenize(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
 
 
 def piece(text: str, data: bytes) -> str | list[int]:
-    """A token as llama.cpp shows it: its text, or its bytes where they are no UTF-8 on their own."""
+    """Show a token as llama.cpp does: its text, or its bytes if they are not UTF-8."""
     return text if text.encode() == data else list(data)
 
 
 def detokenize(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
-    """The text of `tokens`, under llama.cpp's name and vLLM's."""
+    """Return the text of `tokens`, under llama.cpp's name and vLLM's."""
     ids = many("a list of token ids", whole(0, facts.tokenizer.vocab_size - 1))
     text = facts.tokenizer.decode(fields.need("tokens", ids))
     return {"content": text, "prompt": text}
 
 
 def apply_template(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
-    """The text that the chat template writes for `messages`."""
+    """Return the text that the chat template writes for `messages`."""
     arranged, options = _chat(fields, facts)
     return {"prompt": llm.render(arranged, **options)}
 
@@ -86,17 +86,17 @@ def _chat(fields: Fields, facts: Facts) -> tuple[list[Message], dict[str, Any]]:
 
 
 def count_chat(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
-    """Input tokens of a request of Chat Completions."""
+    """Count the input tokens of a request of Chat Completions."""
     return _count(chat.parse(fields, facts).task, llm)
 
 
 def count_response(store: Store, fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
-    """Input tokens of a request of Responses, with those of the conversation that it goes on from."""
+    """Count the input tokens of a request of Responses, with those of the conversation that it continues."""
     return {"object": "response.input_tokens"} | _count(responses.parse(store, fields, facts).task, llm)
 
 
 def count_messages(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
-    """Input tokens of a request of Messages, which needs no max_tokens here."""
+    """Count the input tokens of a request of Messages, which needs no max_tokens here."""
     return _count(messages.task_of(fields, facts)[0], llm)
 
 

@@ -18,11 +18,11 @@ ENDS = {"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"}  # where so
 
 
 class StreamWriter(Protocol):
-    """Writes the events of a reply as they come.
+    """Writes the events of a reply as they arrive.
 
     `begin` is called with the tokens of all prompts, `push` with the index of the reply.
 
-    ping  what keeps the connection open while nothing else is sent, also before `begin`
+    ping  the keep-alive that is sent while nothing else is, also before `begin`
     """
 
     @property
@@ -37,9 +37,9 @@ class StreamWriter(Protocol):
 
 @dataclass(frozen=True)
 class Parsed:
-    """A request of any dialect: what to do, and how the reply is written.
+    """A request of any dialect: its task, and the writers of its reply.
 
-    writer  makes the writer of a stream, which answers the request of an id
+    writer  makes the writer of a stream, given the id of the request
     whole   makes the body of a reply that is sent whole
     media   of a stream
     """
@@ -58,7 +58,7 @@ def dumps(value: Any) -> bytes:
 
 
 def _bytes(text: str) -> bytes:
-    """Encode JSON text, whose ends of lines can only stand in strings, as one line."""
+    """Encode JSON text, in which only strings have ends of lines, as one line."""
     if not text.isascii():
         for end, escaped in ENDS.items():
             text = text.replace(end, escaped)
@@ -66,9 +66,9 @@ def _bytes(text: str) -> bytes:
 
 
 class Frame:
-    """A message that is sent for each piece of a text, and of which only some values differ.
+    """A message that is sent for each piece of a text, with few values that differ.
 
-    make   writes the message with texts in the place of these values, in their order
+    make   writes the message with given texts as these values, in order
     count  of these values
     """
 
@@ -140,7 +140,7 @@ def timings(stats: Stats, usage: Usage) -> dict[str, Any]:
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
-    """The text of one token, in which half a character is U+FFFD, and its bytes; padding ids have none."""
+    """Return the text of one token, with U+FFFD for half a character, and its bytes; padding ids have none."""
     data = tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
     return data.decode(errors="replace"), data
 
@@ -150,7 +150,7 @@ def finite(logprob: float) -> float:
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Iterable[Logprob]) -> list[dict[str, Any]]:
-    """Log-probabilities as Chat Completions and Responses list them."""
+    """List log-probabilities as Chat Completions and Responses do."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text, data = token_text(tokenizer, token)
