@@ -319,7 +319,7 @@ def columns(start: int, count: int) -> Fix:
     return lambda tensor: take_columns(tensor, [(start, start + count)])
 
 
-def in_turn(*fixes: Fix) -> Fix:
+def composed(*fixes: Fix) -> Fix:
     """Apply one fix after the other."""
     return lambda tensor: reduce(lambda part, fix: fix(part), fixes, tensor)
 

@@ -40,10 +40,10 @@ Memory, weights and states
     sizes.py              predicted workspace of a prompt
     host_memory.py        pinned memory of the host
     upload.py, staged.py  copies to the device: of weights while loading, of other large arrays
-    background_copies.py  copies to the host while steps go on
+    background_copies.py  copies to the host while steps run
     weights.py            matrices in their block types
     states.py             a pool of slots for the states of sequences
-    state_table.py        what each class of specs is kept as, and what that takes
+    state_table.py        the store of each class of specs, and its predicted bytes
     caches/               what a pool holds: keys and values, windows, latents, recurrent states; pages and formats
     exact.py              the rows of a compressed cache that attention reads exactly
     experts.py            hot experts in GPU memory, all experts in host memory
@@ -52,7 +52,7 @@ Memory, weights and states
 Several GPUs
     several_gpus.py       ops that are equal for both ways of sharing a model
     layer_split.py        each GPU has some layers
-    relay.py              arrays that know their GPU, and steps that pass from GPU to GPU
+    relay.py              arrays tagged with their GPU, and steps that pass from GPU to GPU
     tensor_parallel.py    each GPU has a part of every layer
     per_rank.py           values of tensor parallelism, once per GPU
     transports.py         chooses how ranks exchange rows:
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 
 
 def find_card() -> str:
-    """The GPUs in words, by number if there are several; raises BimetalError with what the current one lacks."""
+    """Describe the GPUs, by number if there are several; raises BimetalError with what the current one lacks."""
     try:
         import cupy
 
@@ -104,7 +104,7 @@ def limit_memory(nbytes: int, devices: Sequence[int] = ()) -> None:
 
 
 def random_ops(experts: HotExperts | None = None, trace: Trace | None = None, start: int = 0) -> "CudaOps":
-    """The current GPU, for models whose quantized matrices are random: it makes them itself.
+    """Open the current GPU for models with random quantized matrices, which it makes itself.
 
     experts  memory that experts may take of the GPU, the others being in host memory; None: all are in GPU memory
     trace    the routing that steps replay, from token `start` on; None: random routers choose
@@ -115,9 +115,9 @@ def random_ops(experts: HotExperts | None = None, trace: Trace | None = None, st
 
 
 def open_ops(checkpoint: Checkpoint, wide: bool = False, experts: HotExperts | None = None) -> "CudaOps":
-    """The current GPU. Matrices stay in the types that `checkpoint` stores; activations are float32, `wide` or not.
+    """Open the current GPU. Matrices keep the types of `checkpoint`; activations are float32, `wide` or not.
 
-    experts  what experts may take of its memory; None: all of them lie there
+    experts  budget of hot experts in its memory; None: all experts are there
     """
     from cuda_backend.ops import CudaOps  # needs CuPy, which `layout` and the kernels do not
 
@@ -131,9 +131,9 @@ def open_devices(
     sizes: Callable[[Ops], Sequence[int]],
     random: bool = False,
 ) -> Ops:
-    """The GPUs `devices`, which share a model's layers in this order; a single one becomes the thread's current GPU.
+    """Open the GPUs `devices`, which share a model's layers in this order; a single one becomes the current GPU.
 
-    split   proportions of the model's bytes; empty: as memory is free
+    split   proportions of the model's bytes; empty: those of free memory
     draft   the GPU of a draft's layers; None: the last of `devices`
     sizes   bytes of each layer of the model, as given ops hold it
     random  make quantized matrices at random, as `random_ops` does
@@ -146,7 +146,7 @@ def open_devices(
 
 
 def open_tensor_parallel(devices: Sequence[int], sizes: Callable[[Ops], Sequence[int]], random: bool = False) -> Ops:
-    """The GPUs `devices`, which share every layer of a model; the first one is rank 0.
+    """Open the GPUs `devices`, which share every layer of a model; the first one is rank 0.
 
     sizes   bytes of a rank's part of each layer, as given ops hold it
     random  make quantized matrices at random, as `random_ops` does

@@ -1,4 +1,4 @@
-"""Copies from the device to the host that a thread of its own makes, while the stream goes on."""
+"""Copies from the device to the host in a separate thread, while the stream continues."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-MANY = 256 << 20  # bytes of device memory that may wait for their copies however little is free
+MANY = 256 << 20  # bytes of device memory that may always wait for their copies
 CHUNK = 16 << 20  # bytes that are copied at a time
 
 
@@ -17,17 +17,17 @@ class BackgroundCopies:
 
     def __init__(self, stream: cupy.cuda.Stream):
         self.stream = stream
-        self.waiting: deque[tuple[Future[None], np.ndarray]] = deque()  # copies, and what each fills
+        self.waiting: deque[tuple[Future[None], np.ndarray]] = deque()  # copies, and the array that each fills
         self.worker: tuple[ThreadPoolExecutor, Staging] | None = None  # made by the first copy
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of device memory that wait for their copies."""
+        """Count the bytes of device memory that wait for their copies."""
         self._forget_finished()
         return sum(out.nbytes for _, out in self.waiting)
 
     def most(self, free: int) -> int:
-        """Bytes that may wait where `free` bytes of the device are free beside them: MANY, or a quarter of both."""
+        """Return how many bytes may wait if `free` more bytes of the device are free: MANY, or a quarter of both."""
         return max(MANY, (free + self.waiting_bytes) // 4)
 
     def make_room(self, nbytes: int, free: int) -> None:
@@ -37,7 +37,7 @@ class BackgroundCopies:
             self._finish_first()
 
     def copy(self, memory: Any) -> np.ndarray:
-        """Copy `memory`, which nobody else writes from now on; returns uint8, whose `completion` can be waited for."""
+        """Copy `memory`, which must not be written again; returns uint8, complete after `completion`."""
         self._forget_finished()
         if self.worker is None:
             self.worker = ThreadPoolExecutor(1, "bimetal copies to the host"), Staging(cupy.cuda.runtime.getDevice())
@@ -46,7 +46,7 @@ class BackgroundCopies:
         written.record(self.stream)
         try:
             copied = thread.submit(staging.copy, memory, out, written)
-        except RuntimeError:  # the interpreter is about to end, and starts no work of threads
+        except RuntimeError:  # the interpreter is shutting down: threads accept no work
             staging.copy(memory, out, written)
             return out
         self.waiting.append((copied, out))

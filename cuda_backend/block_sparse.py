@@ -16,7 +16,7 @@ from cuda_backend.layout import BLOCK_CHOICE
 def block_sparse_attention(context: Context, q: Array, k: Array, v: Array, kv: KV, step: Any, scale: float) -> Array:
     """Attend as `Ops.block_sparse_attention`.
 
-    All keys are seen in short steps, in steps that begin within a block, and where the cache is a ring or has codes.
+    All keys are seen in short steps, in steps that begin within a block, and in caches that are rings or have codes.
     """
     (T, H, D), K, wide = q.shape, k.shape[1], kv.keys.width
     step = context.step_of(step, kv.store)

@@ -36,9 +36,9 @@ class Context:
     to_host  copies of chosen tokens, which the host reads while a later step runs
     ropes   frequencies on the device, by rope
     groups  tables of `head_linear`, by rows and heads
-    experts  places of a mixture's experts, some of which are in host memory; None: all are in GPU memory
+    experts  store of a mixture's experts, some of which are in host memory; None: all are in GPU memory
     routing  the trace of routing that a benchmark replays
-    fills  small products use every multiprocessor too: the next kernel waits for other GPUs in any case
+    fills  small products use every multiprocessor too, because the next kernel waits for other GPUs anyway
     """
 
     card: Card
@@ -88,7 +88,7 @@ class Context:
         return replay.uploaded(replay.inputs_for(step, own=True), shape, step, kept, inputs)
 
     def rope_of(self, rope: Rope | None, positions: Array | None) -> np.ndarray:
-        """A rope of rows at `positions` as kernels read it: prelude.cuh Rope."""
+        """Build the rope of rows at `positions` as kernels read it: prelude.cuh Rope."""
         if rope is None or positions is None:
             return np.zeros((), ROPE)
         if rope not in self.ropes:
@@ -98,9 +98,9 @@ class Context:
 
 
 def make(card: Card, budget: HotExperts | None = None) -> Context:
-    """A context of its own on the current GPU, with `budget` one that holds some experts of a mixture."""
+    """Make a context on the current GPU; with `budget` it holds some experts of a mixture."""
     stream, side, arena = Stream(), Stream(), Arena()
-    captures_long = card.finds_slot and budget is None  # the host brings the experts of a long step
+    captures_long = card.finds_slot and budget is None  # the host copies the experts of a long step
     replay = Replay(arena, stream, side, overlap=card.capability >= 90, captures_long=captures_long)
     forked, joined = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
     experts = ExpertStore(budget, stream) if budget else None

@@ -1,4 +1,4 @@
-"""Modules compiled for one compute capability alone (sm_90a), a target that CuPy's compilation does not take."""
+"""Compile modules for one compute capability alone (sm_90a), which CuPy's compilation does not support."""
 
 import contextlib
 import hashlib
@@ -28,7 +28,7 @@ def module(code: str, defines: tuple[str, ...], architecture: str) -> cupy.RawMo
         made = _written(folder, binary)
         os.replace(made, kept)
         return _load(kept)
-    except OSError:  # no place on disk
+    except OSError:  # the disk is full
         made = _written(None, binary)
         try:
             return _load(made)

@@ -1,4 +1,4 @@
-"""One step over the exact rows of a compressed cache: where kernels find them, and the queries that meet them."""
+"""One step over the exact rows of a compressed cache: the kernels' arguments, and the queries against these rows."""
 
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ NO_EXACT = ExactStep(np.zeros((), EXACT))
 
 
 def open_exact(context: Context, kv: KV, T: int, H: int, step: DeviceStep) -> ExactStep:
-    """The exact rows of a layer with room for those of the step, and memory for its queries (T, H, D)."""
+    """Return the exact rows of a layer with room for those of the step, and memory for its queries (T, H, D)."""
     exact: Exact | None = kv.exact
     if exact is None:
         return NO_EXACT
@@ -43,7 +43,7 @@ def open_exact(context: Context, kv: KV, T: int, H: int, step: DeviceStep) -> Ex
 
 
 def calibrated(context: Context, kv: KV, step: DeviceStep, opened: ExactStep) -> ExactStep | None:
-    """`opened` with the statistics of each row of a step that completes them, whose keys lie there; None: no such."""
+    """Return `opened` with each row's statistics, for a step that completes them; None for other steps."""
     store = kv.store
     if not isinstance(store, PackedStore) or not store.calibrates:
         return None
@@ -60,6 +60,6 @@ def calibrated(context: Context, kv: KV, step: DeviceStep, opened: ExactStep) ->
 
 
 def close_exact(context: Context, kv: KV, step: DeviceStep, opened: ExactStep) -> None:
-    """Write the ring as it becomes once a long step is committed."""
+    """Write the ring's contents after the commit of a long step."""
     if opened.planes and step.prefill and kv.exact.kv.store.is_ring:
         rolled(kv.exact.kv, step, opened.planes, context.stream)

@@ -23,7 +23,7 @@ from cuda_backend.views import float4_aligned, packed_only, view
 
 MOST_RANKS = len(PEERS.names or ())
 NUMBERS = 1 << 20  # most numbers of one exchange: 204 rows of 5,120; a longer step takes several
-SECONDS = 10  # timeout of a GPU that waits for another one's part
+SECONDS = 10  # timeout of a GPU that waits for another GPU's part
 RENEWED = 1 << 31  # exchanges after which numbers are reset, before they would overflow
 RESIDENT = 10  # CTAs of exchange_scale on a multiprocessor: kernels/exchange_norm.cu
 
@@ -55,7 +55,7 @@ class Exchange:
     index    exchanges so far in the step that is being launched
     before   size of the last of them, in groups of four numbers
     passed   exchanges since the exchange numbers were reset
-    pending  the last sum and its arrays, if its consumer may launch it
+    pending  the last sum and its arrays, if its consumer may compute it
     """
 
     def __init__(self, gpus: Sequence[Gpu], numbers: int = NUMBERS, seconds: float = SECONDS):
@@ -102,7 +102,7 @@ class Exchange:
                 kernel("exchange", "count_exchanges", self.defines)((1,), (32,), args, stream=end.gpu.context.stream)
 
     def sum(self, xs: Sequence[Array], fuses: bool = False) -> list[Array]:
-        """The sum of `xs`, (T, K) each, on every GPU.
+        """Add up `xs`, (T, K) each, on every GPU.
 
         fuses  it may be computed by its consumer, which launches on one GPU after another: of graphs, whose launches
                wait for nobody
@@ -120,12 +120,12 @@ class Exchange:
         return [x for _, x in self.pending]
 
     def gather(self, xs: Sequence[Array]) -> list[Array]:
-        """The columns of `xs`, (T, K) each, beside one another on every GPU: (T, ranks * K)."""
+        """Join the columns of `xs`, (T, K) each, on every GPU: (T, ranks * K)."""
         self.launch_pending()
         return self._meet("gather", xs, len(self.ends))
 
     def launch_pending(self) -> None:
-        """Launch what is pending, before another exchange."""
+        """Launch the pending sum, before another exchange."""
         pending, self.pending = self.pending, []
         for end, (part, x) in zip(self.ends, pending, strict=False):
             if not part.is_launched:
@@ -133,14 +133,14 @@ class Exchange:
                     x.compute()
 
     def _meet(self, name: str, xs: Sequence[Array], wide: int) -> list[Array]:
-        """Launch the kernel `name`, which gives rows of `wide` * K numbers of xs (T, K), on every GPU.
+        """Launch the kernel `name` on every GPU: from xs (T, K) it computes rows of `wide` * K numbers.
 
         Between the first and the last launch the host does nothing else: launched kernels wait for the other GPUs'.
         """
         T, K = xs[0].shape
         if K % 4 or self.numbers < K:
             raise ValueError(f"rows of {K} numbers; an exchange takes rows of a multiple of 4 up to {self.numbers}")
-        if not T:  # no row of a piece of a prompt is asked for
+        if not T:  # no logits of a prefill step are requested
             return [Array((0, wide * K)) for _ in xs]
         outs, kernels, parts = [], [], []
         for end, x in zip(self.ends, xs, strict=True):
@@ -214,7 +214,7 @@ class Sum:
         self.exchange.launch(run, self.rank, view(x), (T, K), self.meeting, out)
 
     def launch_norm(self, x: Array, part: Array, weight: int, total: int, squares: int, out: np.ndarray) -> None:
-        """Write x (T, K) plus the sum to `total`, and what kernels/exchange_norm.cu makes of it to `squares` and `out`.
+        """Write x (T, K) plus the sum to `total`, and the norm by kernels/exchange_norm.cu to `squares` and `out`.
 
         part    this GPU's of the sum
         weight  address of the norm's weight, 0 without one

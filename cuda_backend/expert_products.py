@@ -1,4 +1,4 @@
-"""Products in which each row has its own matrix: the experts that it chose, or the matrix of its head."""
+"""Products in which each row has its own matrix: an expert that it chose, or the matrix of its head."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,8 +23,8 @@ from cuda_backend.weights import Segment, Weight
 class Groups:
     """Rows by the matrix that they take, on the device: kernels/experts.cu `groups` and `order`.
 
-    ids      matrix of each pair, int32; most: groups that there can be, of `cols` rows
-    chosen   matrices that a row of a step takes, so that k is cut; 0: it is not
+    ids      matrix of each pair, int32; most: largest number of groups of `cols` rows
+    chosen   matrices per row of a step, by which k is divided; 0: k is not divided
     """
 
     ids: int
@@ -46,9 +46,9 @@ def joins(stack: Weight, one: Weight) -> bool:
 def grouped_linear(
     context: Context, x: Lazy, w: Weight, g: Groups, share: int, last: Weight | None = None, known: bool = True
 ) -> Array:
-    """Row p // share of x times matrix ids[p] of w, and of `last` after them, for each pair p: (pairs, rows)
+    """Multiply row p // share of x by matrix ids[p] of w, or of `last` after them, for each pair p: (pairs, rows)
 
-    known  g was complete before the kernel before this one began, so that this one need not wait to read it
+    known  g was complete before the previous kernel began: this one reads it without waiting
     """
     card, N, parts = context.card, w.rows, packed_segments(w)
     partials, size = _cuts(w, g.chosen, card) if g.chosen else 1, g.pairs * N
@@ -75,7 +75,7 @@ def grouped_linear(
 
 
 def chosen_linear(context: Context, x: Lazy | Array, w: Weight, last: Weight | None, choice: np.ndarray) -> Array:
-    """One row times each matrix that it chooses, and times `last` if there is one: (matrices, rows)
+    """Multiply one row by each matrix that it chooses, and by `last` if there is one: (matrices, rows)
 
     x       the row, or gates and ups (matrices, 2 columns), whose SwiGLU is the row of each matrix
     choice  kernels/choose.cuh Choice
@@ -96,7 +96,7 @@ def chosen_linear(context: Context, x: Lazy | Array, w: Weight, last: Weight | N
 
 
 def heads_of_one(context: Context, x: Lazy | Array, w: Weight, to: Target) -> None:
-    """Heads of one row, (H, columns) or packed one after the other, by their matrices: floats, or one packed row"""
+    """Multiply heads of one row, (H, columns) or packed heads, by their matrices: floats, or a packed row"""
     (s,) = w.segments
     how = packing(s.type, 1)
     apart = packed_size(s.columns, 1, how)
@@ -118,7 +118,7 @@ class Row(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Matrices of one launch, how many floats the result of each takes, and the parts into which k is cut."""
+    """Matrices of one launch, floats of each result, and parts into which k is divided."""
 
     matrices: int
     row_stride: int
@@ -152,7 +152,7 @@ def _single(
 
 
 def _cuts(w: Weight, matrices: int, card: Card) -> int:
-    """Parts of k in steps, each row of which takes `matrices`: as many for all segments, however many rows."""
+    """Return the parts of k in steps whose rows each take `matrices`: equal for all segments and numbers of rows."""
     packed = packed_segments(w)
     parts = {parts_of(card, expert_ring(card, s.type, 8)[0], matrices, s.row_blocks, s.k_blocks) for s in packed}
     return parts.pop() if len(parts) == 1 and len(packed) == len(w.segments) else 1

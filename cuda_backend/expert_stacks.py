@@ -37,7 +37,7 @@ class Stack:
 
 
 def to_host(weight: Weight, stream: Stream) -> Stack:
-    """Move a stack that has just been loaded to the host; its device memory is free once nobody holds `weight`."""
+    """Move a stack that has just been loaded to the host; its device memory is freed with `weight`."""
     segments, offsets, end = [], [], 0
     for s in weight.segments:
         host = HostMemory(s.memory.nbytes, "experts")
@@ -88,8 +88,8 @@ class Tables:
 class Staging:
     """Device memory for one layer's stacks during prefill, into which the next layer's are copied meanwhile.
 
-    While the product of one stack runs, the other one's place receives what comes next. Experts that are in slots are
-    read there; the others come in runs of neighbours.
+    While the product of one stack runs, the next stack is copied to the other's place. Experts in slots are read there;
+    the others are copied in runs of neighbours.
 
     slots   by layer, the addresses of experts in slots, 0 where there are none: (experts,) uint64
     waited  by layer, pairs of events around each wait of the stream
@@ -110,7 +110,7 @@ class Staging:
         return sum(memory.nbytes for memory in self.memory)
 
     def begin(self, layer: int, which: int, slots: np.ndarray) -> int:
-        """Copy what is not in `slots` once the place is free: the bytes that are copied."""
+        """Copy the experts that are not in `slots` once the place is free; return the bytes copied."""
         self.copies.wait(self.free[which])
         at, copied, tables = self.memory[which].address, 0, []
         offset = sum(stack.slot_bytes for stack in self.stacks[layer][:which])
@@ -129,7 +129,7 @@ class Staging:
         return copied
 
     def use(self, layer: int, which: int) -> Weight:
-        """The stack of which the copies have been begun, for launches on the stream from now on."""
+        """Return the stack whose copies have begun, for later launches on the stream."""
         self.stream.wait(self.ready[which])
         staged = self.stacks[layer][which].staged
         for s, places in zip(staged.segments, self.tables[which], strict=True):
@@ -138,7 +138,7 @@ class Staging:
         return staged
 
     def release(self, which: int) -> None:
-        """Let the place be overwritten after the work that has been launched."""
+        """Allow the place to be overwritten after the work launched so far."""
         self.held[which] = None
         self.stream.record(self.free[which])
 

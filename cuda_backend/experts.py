@@ -48,8 +48,8 @@ class Logged(NamedTuple):
     done      recorded after the copy of the log
     ids       by layer, `taken` for each row, in pinned memory that is filled once `done` has happened: int32
     rows      of the step, the first of T
-    taken     by layer, what a row leaves; the last may be a shared expert's number
-    resident  (layers, experts) as the step found them
+    taken     by layer, ids that a row logs; the last may be a shared expert's number
+    resident  (layers, experts) at the step
     """
 
     done: cupy.cuda.Event
@@ -107,7 +107,7 @@ class ExpertStore:
         self.experts = self.stacks[self.layers[0]][0].weight.segments[0].experts
         count = 0 if self.budget.profile is None else len(self.budget.profile.counts)
         sizes = [self._slot_bytes(layer) for layer in range(max(count, self.layers[-1] + 1))]
-        cupy.get_default_memory_pool().free_all_blocks()  # of stacks that have moved
+        cupy.get_default_memory_pool().free_all_blocks()  # memory of moved stacks
         self.staging = Staging(self.stacks, self.stream, self.copies)
         check_hot(self.budget.nbytes, HotSizes(self.experts, tuple(sizes), self.staging.nbytes))
         slots = self.budget.nbytes - self.staging.nbytes
@@ -115,8 +115,8 @@ class ExpertStore:
         slots_of = self.residency.slots
         self.memory = {size: Memory(size * slots_of[size]) for size in sorted(set(sizes)) if size}
         self.tables = Tables(self.stream)
-        self.row_ids = self.budget.used + 1  # most that a row leaves: a shared expert's number stands after the others
-        self.taken = np.full(len(self.layers), self.budget.used)  # that a row of a layer leaves in steps of few rows
+        self.row_ids = self.budget.used + 1  # most ids per row: a shared expert's number is the last
+        self.taken = np.full(len(self.layers), self.budget.used)  # ids that a row of a layer logs in steps of few rows
         self.prompt_taken = np.zeros_like(self.taken)  # in a step of a prompt; 0: it ran the layer for few rows alone
         most = len(self.layers) * MAX_DECODE_ROWS * self.row_ids
         self.log = Memory(4 * most)
@@ -137,14 +137,14 @@ class ExpertStore:
     # -- what ops ask during a step ------------------------------------------------------------------------------------
 
     def log_of(self, layer: int, T: int, taken: int) -> int:
-        """Address to which a step of T rows writes the ids of a layer: (T, taken) int32."""
+        """Return the address to which a step of T rows writes the ids of a layer: (T, taken) int32."""
         i, self.left = self.layers.index(layer), True
         self.taken[i] = taken
         return self.log.address + 4 * i * T * self.row_ids
 
     @contextmanager
     def staged(self, weight: Weight) -> Iterator[Weight]:
-        """The stack for a product of prefill that is launched within; after it the next layer's is copied."""
+        """Return the stack for a prefill product launched in the block; after it the next layer's is copied."""
         assert weight.layer is not None
         layer, which = weight.layer, GATE_UP if weight is self.stacks[weight.layer][GATE_UP].weight else DOWN
         for part in (GATE_UP, DOWN)[which:]:
@@ -190,7 +190,7 @@ class ExpertStore:
         self._advance()
         self.left, self.prompt_ids = False, None
         self.prompt_taken[:] = 0
-        self.staging.held = [None, None]  # what a step that failed has left is not what tables now say
+        self.staging.held = [None, None]  # the tables have changed since a step that failed
         out = run()
         if self.left:
             self.logs.add(fn)
@@ -209,7 +209,7 @@ class ExpertStore:
             self._count(self.logged.popleft())
 
     def _ids(self, T: int) -> np.ndarray:
-        """Return where the ids of the step that has just been launched arrive."""
+        """Return the memory for the ids of the step that has just been launched."""
         if self.prompt_ids is not None:
             return self.prompt_ids
         if len(self.logged) == LOGS:
@@ -221,7 +221,7 @@ class ExpertStore:
         return memory.numbers()[:count].reshape(len(self.layers), -1)
 
     def _advance(self) -> None:
-        """Count what steps have left, write tables of copies that have landed, and begin others."""
+        """Count the logs of steps, write tables of completed copies, and begin others."""
         while self.logged and self.logged[0].done.done:
             self._count(self.logged.popleft())
         while self.waits and self.waits[0][2].done:
@@ -248,7 +248,7 @@ class ExpertStore:
         self.uses += uses
 
     def _chosen(self) -> list[Load]:
-        """Choose the experts to copy now, from the layers whose turn it is."""
+        """Choose the experts to copy now, from the layers of this step."""
         loads: list[Load] = []
         for i in range(self.turn % TURNS, len(self.layers), TURNS):
             layer = self.layers[i]
@@ -311,18 +311,18 @@ class ExpertStore:
         return segment.places.address + 8 * expert, address
 
     def stats(self, before: ExpertStats | None = None) -> ExpertStats:
-        """Count what steps did with experts, or did since `before`."""
+        """Return the counters of experts, or their growth since `before`."""
         self._count_all()
         return self.residency.counters.stats(before)
 
     def link_rate(self) -> float:
-        """Bytes per second that the link to the host carries: the limit of copies, and of experts that are missed."""
+        """Measure bytes per second of the link to the host: the limit of copies and of missed experts."""
         return HostMemory(LINK_BYTES, "a measurement").rate(self.copies)
 
     # -- between requests ----------------------------------------------------------------------------------------------
 
     def begin_request(self) -> ExpertStats:
-        """Give slots to the experts that requests have used most, and return what was counted so far."""
+        """Give slots to the experts that requests have used most, and return the counters so far."""
         stats = self.stats()
         if not self.copying:
             self._start(self.residency.swap(self.residency.counts, SWAPS, SWAP_GAIN))

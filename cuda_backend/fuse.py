@@ -24,7 +24,7 @@ class Fusion(NamedTuple):
 
 
 def _of_128(norm: Lazy) -> bool:
-    """Test whether a launch can cut the rows of a norm into 128 columns each, and read its input in fours."""
+    """Test whether a launch can divide the rows of a norm into 128 columns each, and read its input in fours."""
     if norm.K % 128:
         return False
     (x,) = norm.inputs
@@ -88,7 +88,7 @@ def _holds(consumer: str, producer: Lazy) -> bool:
 
 
 def packed_for_product(x: Lazy, packing: Packing) -> tuple[int, int]:
-    """int8 rows of x for a product that finishes a norm, and their sums of squares: Op.emit_deferred.
+    """Return int8 rows of x for a product that finishes a norm, and their sums of squares: Op.emit_deferred.
 
     If the address of the squares is 0, x is no such norm, and the rows are complete.
     """
@@ -102,7 +102,7 @@ def packed_for_product(x: Lazy, packing: Packing) -> tuple[int, int]:
 
 def dense_for_product(x: Lazy) -> tuple[int, int]:
     """Prepare rows as `packed_for_product`, in float32 for a router; the same launch writes the experts' int8 rows."""
-    rows = Packing(1, False)  # of types of which whole numbers are summed; experts of others ask again
+    rows = Packing(1, False)  # for types summed in integers; experts of other types request another form
     if not x.forms.deferred_dense and x.op.emit_deferred and _holds("product", x):
         take = x.context.arena.take
         packed = take(packed_size(x.K, x.T, rows))

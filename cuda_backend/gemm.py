@@ -22,7 +22,7 @@ CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 0, 1, 68, -1
 
 
 def expand(s: Segment, row: int, n: int, out: int, stream: Stream, dense: int = 0) -> None:
-    """Rows row..row+n of a segment of one expert to the card's `half` at `out`, or to float32 at `dense`."""
+    """Expand rows row..row+n of a segment of one expert to the card's `half` at `out`, or to float32 at `dense`."""
     if s.type in UNITS:
         tiles = -(-n // 16)
         units = s.memory.address + row // 128 * s.k_blocks * 8 * UNITS[s.type][1]
@@ -40,7 +40,7 @@ def expand(s: Segment, row: int, n: int, out: int, stream: Stream, dense: int = 
 
 
 def gemm(x: int, w: int, out: int, T: int, rows: int, columns: int, row_stride: int, half: str, stream: Stream) -> None:
-    """out (T, rows) float32 = x (T, columns) w' (rows, columns), of type `half`; in cuBLAS's column order w' x'."""
+    """Compute out (T, rows) float32 = x (T, columns) w' (rows, columns), of type `half`; cuBLAS, by columns: w' x'."""
     one, zero = ONE.ctypes.data, ZERO.ctypes.data
     types = CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
     shapes = CUBLAS_OP_T, CUBLAS_OP_N, rows, T, columns
@@ -48,7 +48,7 @@ def gemm(x: int, w: int, out: int, T: int, rows: int, columns: int, row_stride: 
     handle = cupy.cuda.device.get_cublas_handle()
     library = _library() if stream.is_captured else None
     if library is None:
-        with stream.cuda:  # CuPy hands its current stream to cuBLAS
+        with stream.cuda:  # CuPy passes its current stream to cuBLAS
             cublas.gemmEx(handle, *shapes, one, *left, *right, zero, out, CUDA_R_32F, row_stride, *types)
         return
     status = library.cublasSetStream_v2(handle, stream.ptr) or library.cublasGemmEx(
@@ -60,7 +60,7 @@ def gemm(x: int, w: int, out: int, T: int, rows: int, columns: int, row_stride: 
 
 @cache
 def _library() -> Any:
-    """cuBLAS as CuPy has loaded it, since CuPy's own function refuses a stream that is captured; None: not found."""
+    """Find the cuBLAS that CuPy has loaded, since CuPy's own function refuses a captured stream; None: not found."""
     major = cupy.cuda.runtime.runtimeGetVersion() // 1000
     try:
         library = ctypes.CDLL(f"cublas64_{major}.dll" if os.name == "nt" else f"libcublas.so.{major}")
@@ -78,7 +78,7 @@ def _library() -> Any:
 
 
 def head_matrices(w: Weight, arena: Arena, stream: Stream) -> int:
-    """The address of the matrices of all heads in float16."""
+    """Return the address of the matrices of all heads in float16."""
     (s,) = w.segments
     size = s.rows * s.columns
     matrices = arena.take(s.experts * size * 2)

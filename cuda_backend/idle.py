@@ -1,4 +1,4 @@
-"""Time in which a GPU has nothing to do between two steps of decoding, for benchmarks."""
+"""Idle time of a GPU between two steps of decoding, for benchmarks."""
 
 import cupy
 

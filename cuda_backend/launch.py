@@ -1,4 +1,4 @@
-"""Kernels, compiled from CUDA C++, with launches typed by their prototypes; streams; and captured graphs."""
+"""Compile kernels from CUDA C++ and launch them by their prototypes; streams; captured graphs."""
 
 import ctypes
 import operator
@@ -24,7 +24,7 @@ class Stream:
     joined    the stream has just waited for another stream: the next launch must not overlap
     is_captured  launches go to a graph
     launches  number of kernels launched, including those of replayed graphs
-    copies    of its results to the host, beside it
+    copies    background copies of its results to the host
     staged    copies of large arrays from the host
     """
 
@@ -42,7 +42,7 @@ class Stream:
         event.record(self.cuda)
 
     def wait(self, event: cupy.cuda.Event) -> None:
-        """Let what follows on this stream begin when `event`, recorded on another stream, has happened."""
+        """Let later work on this stream wait for `event`, recorded on another stream."""
         self.cuda.wait_event(event)
         self.joined = True
 
@@ -93,7 +93,7 @@ class Kernel:
 
 @cache
 def converter(dtype: np.dtype) -> Callable[[Any], Any]:
-    """Return the function that makes a launch's argument of a number, or refuses a record of another type."""
+    """Return the function that converts a number to a launch's argument, or refuses a record of another type."""
     if dtype.names:
 
         def record(value: Any) -> Any:
@@ -109,7 +109,7 @@ def converter(dtype: np.dtype) -> Callable[[Any], Any]:
 
 
 class Graph:
-    """Launches on a stream, and on others that wait for it, captured from now until `end`, to be replayed."""
+    """Launches on a stream, and on others that wait for it, captured until `end` and replayed later."""
 
     def __init__(self, streams: Sequence[Stream], overlap: bool):
         self.streams = streams
@@ -152,7 +152,7 @@ def _driver() -> ctypes.CDLL:
 def kernel(
     stem: str, name: str, defines: tuple[str, ...] = (), shared: int = 0, second: tuple[str, ...] = ()
 ) -> Kernel:
-    """The function `name` of kernels/<stem>.cu, compiled on first use and kept in CuPy's cache on disk.
+    """Return the function `name` of kernels/<stem>.cu, compiled on first use and kept in CuPy's cache on disk.
 
     defines  preprocessor definitions, "COLS=8"
     shared   most dynamic shared memory of a launch, bytes
@@ -165,7 +165,7 @@ def kernel(
 def _kernel(
     device: int, stem: str, name: str, defines: tuple[str, ...], shared: int, second: tuple[str, ...]
 ) -> Kernel:
-    """The function on the current device, which is `device`: each has its own, with its own shared memory."""
+    """Return the function on the current device, `device`: each device has its own, with its own shared memory."""
     try:
         function = _module(device, stem, defines, second).get_function(name)
         _ = function.kernel  # compiles it
@@ -173,7 +173,7 @@ def _kernel(
         raise BimetalError(f"NVRTC cannot compile kernels/{stem}.cu: {str(error).splitlines()[0]}") from error
     except (ImportError, OSError, RuntimeError) as error:
         raise (no_compiler(error) or error) from error
-    if shared > 46 * 1024:  # above 48 KB, with what a kernel declares itself, shared memory is asked for
+    if shared > 46 * 1024:  # above 48 KB, with the kernel's own declarations, shared memory must be requested
         function.max_dynamic_shared_size_bytes = shared
     return Kernel(function, _prototypes(stem)[name])
 
@@ -189,7 +189,7 @@ def _prototypes(stem: str) -> dict[str, tuple[str, ...]]:
 
 
 def check_compiler() -> None:
-    """Raises BimetalError with what to install where kernels cannot be compiled."""
+    """Raise BimetalError with the package to install if kernels cannot be compiled."""
     try:
         cupy.cuda.nvrtc.getVersion()
     except (ImportError, OSError, RuntimeError) as error:
@@ -197,7 +197,7 @@ def check_compiler() -> None:
 
 
 def no_compiler(error: Exception) -> BimetalError | None:
-    """Explain what to install where `error` says that CUDA's compiler is missing."""
+    """Name the package to install if `error` shows that CUDA's compiler is missing."""
     if "nvrtc" not in str(error).lower():
         return None
     return BimetalError(

@@ -29,7 +29,7 @@ from cuda_backend.several_gpus import SeveralGpus, check_devices, connect, each,
 
 
 def forwarded(name: str) -> Any:
-    """The op `name` on the GPU that its arguments choose."""
+    """Return the op `name`, run on the GPU of its arguments."""
 
     def op(self: "LayerSplitOps", *args: Any, **options: Any) -> Any:
         gpu = gpu_of(list(leaves(args)))
@@ -111,7 +111,7 @@ class LayerSplitOps(SeveralGpus):
         return MultiGpuPool(pools, layers)
 
     def _batches(self, slots: int) -> int:
-        """Micro-batches that so many sequences may be divided among."""
+        """Return the number of micro-batches among which so many sequences may be divided."""
         return min(slots, self.micro_batches)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class LayerSplitOps(SeveralGpus):
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _local(self, x: Any, gpu: Gpu) -> Any:
-        """An argument as the ops of `gpu` take it."""
+        """Convert an argument for the ops of `gpu`."""
         if isinstance(x, Held):
             return x.value
         if isinstance(x, MultiGpuStep):
@@ -204,7 +204,7 @@ def open_gpus(
     sizes: Callable[[Ops], Sequence[int]],
     make: Callable[[], CudaOps],
 ) -> Ops:
-    """Ops on the GPUs `devices`: see `cuda_backend.open_devices`."""
+    """Open ops on the GPUs `devices`: see `cuda_backend.open_devices`."""
     chosen = [*devices, *([] if draft is None else [draft])]
     check_devices(devices, chosen)
     if len(set(chosen)) == 1:

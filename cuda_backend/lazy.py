@@ -80,25 +80,25 @@ class Lazy:
         return self.forms.product
 
     def as_packed(self, packing: Packing) -> int:
-        """int8 rows for a product."""
+        """Return int8 rows for a product."""
         if packing not in self.forms.packed:
             packed = self.forms.packed[packing] = self.context.arena.take(packed_size(self.K, self.T, packing))
             self.op.emit(self, Target(packed=packed, packing=packing))
         return self.forms.packed[packing]
 
     def on(self, context: Context) -> "Lazy":
-        """Return a copy of this op and its inputs to be launched on another stream, with its own record of forms."""
+        """Copy this op and its inputs for a launch on another stream, with its own record of forms."""
         return replace(
             self, context=context, inputs=tuple(moved(x, context) for x in self.inputs), forms=self.forms.copy()
         )
 
 
 def lazy_of(x: Array) -> Lazy | None:
-    """Return the op of which x is the whole result, if x is not computed yet; else None."""
+    """Return the op whose whole result is x, if x is not computed yet; else None."""
     return x.lazy if isinstance(x.lazy, Lazy) else None
 
 
 def moved(x: Array, context: Context) -> Array:
-    """x, to be computed on the stream of `context` if it has not been computed."""
+    """Return x, which will be computed on the stream of `context` if it is not computed yet."""
     lazy = lazy_of(x)
     return Array(x.shape, lazy=lazy.on(context)) if lazy else x

@@ -12,13 +12,13 @@ from common.errors import BimetalError
 from cuda_backend.launch import Stream
 
 ALIGN = 256
-LARGE = 1 << 20  # bytes from which several threads copy an array sooner than the driver
+LARGE = 1 << 20  # bytes from which several threads copy an array faster than the driver
 
 
 def limit(nbytes: int, devices: Sequence[int] = ()) -> None:
     """Let this process take at most `nbytes` of the memory of each of `devices`, by default the current GPU.
 
-    CUDA's context and libraries come on top.
+    CUDA's context and libraries take more.
     """
     pool = cupy.get_default_memory_pool()
     for index in devices or (cupy.cuda.runtime.getDevice(),):
@@ -64,7 +64,7 @@ def _allocate(nbytes: int, stream: Stream | None) -> Any:
             with stream.cuda if stream else nullcontext():
                 return cupy.cuda.alloc(nbytes)
         except cupy.cuda.memory.OutOfMemoryError:
-            if again:  # what the pool keeps for others counts to its limit
+            if again:  # memory that the pool keeps for other streams counts to its limit
                 give_back()
     (free, total), device = room(), cupy.cuda.runtime.getDevice()
     if cupy.get_default_memory_pool().get_limit() == total:
@@ -84,7 +84,7 @@ def upload(array: np.ndarray, stream: Stream) -> Memory:
 
 
 def copy_in(address: int, array: np.ndarray, stream: Stream) -> None:
-    """Copy a contiguous array from pageable memory, which has been read when this returns."""
+    """Copy a contiguous array from pageable memory; returns when it has been read."""
     if array.nbytes >= LARGE:
         stream.staged.copy(address, array)
         return
@@ -94,10 +94,10 @@ def copy_in(address: int, array: np.ndarray, stream: Stream) -> None:
 
 
 class Arena:
-    """Memory for what one step computes, in two halves: `turn` frees the half that was used before the current one.
+    """Memory for the outputs of one step, in two halves: `turn` frees the half that was used before the current one.
 
-    A layer's output survives the next layer and no longer. What must last until the end of the step is in a third part.
-    A fourth holds what lasts until the end of a layer, so that one layer's serves the next. Memory that a captured
+    A layer's output is valid until the end of the next layer. A third part holds arrays that must last until the end of
+    the step, a fourth those that last until the end of a layer, which the next layer reuses. Memory that a captured
     graph uses is never freed.
 
     steps  number of steps so far that took memory here: those that were launched or captured, not the replayed ones
@@ -108,7 +108,7 @@ class Arena:
     def __init__(self) -> None:
         self.parts: list[list[Memory]] = [[], [], [], []]
         self.passing = Memory(0)
-        self.frozen = False  # while a graph is captured, whose addresses must not come from anyone else
+        self.frozen = False  # while a graph is captured: its addresses must be of existing chunks
         self.steps = 0
         self.reset()
 
@@ -123,11 +123,11 @@ class Arena:
             self.used[part] = [0] * len(self.parts[part])
 
     def take(self, nbytes: int, lasting: bool = False) -> int:
-        """Allocate from the first chunk with room, so that a repeated step gets the same addresses."""
+        """Allocate from the first chunk with enough space, so that a repeated step gets the same addresses."""
         return self._take(nbytes, 2 if lasting else self.half)
 
     def take_for_layer(self, nbytes: int, most: int) -> int:
-        """Allocate memory until `turn`, of which a step may need as many bytes as `most`: steps share one chunk."""
+        """Allocate memory until `turn` in one chunk for all steps, which may need up to `most` bytes."""
         return self._take(nbytes, 3, most)
 
     def _take(self, nbytes: int, part: int, most: int = 0) -> int:
@@ -151,7 +151,7 @@ class Arena:
             if self.frozen:
                 raise RuntimeError("a captured step took more scratch memory than the same step run before it")
             stream.synchronize()
-            self.passing = Memory(0)  # the old memory goes before the new one is taken
+            self.passing = Memory(0)  # frees the old memory before the new one is allocated
             self.passing = Memory(nbytes)
         return self.passing.address
 

@@ -26,8 +26,8 @@ from cuda_backend.weights import Weight
 class Router(NamedTuple):
     """Parameters by which rows choose among experts.
 
-    bias    address of what is added to sigmoid scores before the choice, 0 for softmax
-    shared  a shared expert is matrix number E of the same launches
+    bias    address of the numbers added to sigmoid scores before the choice; 0: softmax
+    shared  whether a shared expert is matrix number E of the same launches
     gate    of the shared expert's weight, sigmoid(gate); None: its weight is 1
     """
 
@@ -96,7 +96,7 @@ def _chosen(
 ) -> Array:
     """Compute the experts that each row chooses, weighted and added up: first the choice, then the products."""
     logits = rows.linear(context, x, matrix)
-    if context.routing and experts.gate_up.layer is not None:  # the router takes its time, and is not asked
+    if context.routing and experts.gate_up.layer is not None:  # the router runs for its time; its choice is not used
         logits = context.routing.logits_of(experts.gate_up.layer, x.shape[0])
     router = router._replace(gate=rows.linear(context, x, shared_gate) if shared_gate else None)
     log = _log(context, experts.gate_up, x.shape[0], router.taken)
@@ -132,7 +132,7 @@ def _experts(context: Context, x: Array, experts: Experts, groups: Groups, weigh
 
 
 def _log(context: Context, experts: Weight, T: int, taken: int) -> int:
-    """Address to which a step of T rows writes the experts that it chooses, 0 where nobody reads them."""
+    """Return the address to which a step of T rows writes the experts that it chooses; 0: they are not logged."""
     if context.experts is None or experts.layer is None:
         return 0
     return context.experts.log_of(experts.layer, T, taken)
@@ -148,7 +148,7 @@ def _for_rows(context: Context, experts: Weight, T: int) -> AbstractContextManag
 def _beside(
     context: Context, x: Array, first: Callable[[Context, Array], Array], second: Callable[[Array], Array]
 ) -> tuple[Array, Array]:
-    """first(branch, x) and second(x), the first as a branch of the graph."""
+    """Compute first(branch, x) and second(x), the first as a branch of the graph."""
     main, side, branch = context.stream, context.side, context.branch()
     lazy = lazy_of(x)
     if lazy:
@@ -193,7 +193,7 @@ EXPERTS = Op("experts", _emit_experts)
 
 
 def _route(context: Context, logits: Array, router: Router, log: int = 0) -> tuple[Array, Array]:
-    """Ids, at the address `log` if there is one, and weights (T, taken); a shared expert's, number E, comes last."""
+    """Compute ids, at the address `log` if there is one, and weights (T, taken); a shared expert, number E, is last."""
     T, E = logits.shape
     if E > 512:
         raise BimetalError(f"a router chooses among {E} experts; the CUDA kernels take at most 512")
@@ -225,7 +225,7 @@ def _choice(context: Context, logits: Array, router: Router, weights: Array, ids
 
 
 def head_linear(context: Context, x: Array, w: Weight) -> Array:
-    """Each head by its own matrix: x (T, H, columns), w (H, rows, columns) -> (T, H, rows)"""
+    """Multiply each head by its own matrix: x (T, H, columns), w (H, rows, columns) -> (T, H, rows)"""
     T, H, C = x.shape
     y = _heads_of_one_row(context, x, w) if T == 1 else None
     if y:
@@ -238,7 +238,7 @@ def head_linear(context: Context, x: Array, w: Weight) -> Array:
 
 
 def _heads_of_one_row(context: Context, x: Array, w: Weight) -> Array | None:
-    """head_linear of x (1, H, columns), packed where a product reads it packed; None: not in this way."""
+    """Compute head_linear of x (1, H, columns), packed if a product reads it packed; None: not supported."""
     _, H, C = x.shape
     lazy = lazy_of(x)
     packs = lazy is not None and C % 256 == 0  # else packed heads are no packed rows one after the other
@@ -260,7 +260,7 @@ HEAD_PRODUCTS = Op("head products", _emit_head_products)
 
 
 def _head_groups(context: Context, T: int, H: int) -> Groups:
-    """Rows (t, head) of which each takes the matrix of its head."""
+    """Group rows (t, head), each with the matrix of its head."""
     if (T, H) in context.groups:
         return context.groups[T, H]
     cols = 8 if T <= MAX_DECODE_ROWS else PREFILL_COLS

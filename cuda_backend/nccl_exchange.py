@@ -1,7 +1,7 @@
 """All-reduce and all-gather of rows by NCCL, for GPUs without access to each other's memory.
 
 NCCL only copies every part to every GPU. The consumer of a sum adds the parts as partial sums in the order of the
-ranks, so that results are bitwise those of exchange.py. NCCL's own sums depend on the message size from three GPUs on.
+ranks, so that results are bitwise those of exchange.py. With three GPUs and more, NCCL's sums depend on message sizes.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from cuda_backend.relay import Gpu
 
 
 def find_nccl() -> ModuleType | None:
-    """CuPy's bindings of NCCL; None where its library is missing."""
+    """Return CuPy's bindings of NCCL; None if its library is missing."""
     try:
         from cupy.cuda import nccl
     except ImportError:
@@ -49,19 +49,19 @@ class NcclExchange:
         self.communicators = _communicators(nccl, tuple(gpu.index for gpu in gpus))
 
     def begin(self) -> None:
-        """Refuse the next step where a GPU still waits in an earlier one: raises BimetalError."""
+        """Refuse the next step if a GPU still waits in an earlier one: raises BimetalError."""
         if self.is_over:
             raise BimetalError(f"GPUs {self._names} have lost one another; start the program again")
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The launches of a step, as they come or captured."""
+        """Surround the launches of a step, eager or captured."""
         self.index = 0
         yield
         self.passed += self.index
 
     def sum(self, xs: Sequence[Array], fuses: bool = False) -> list[Array]:
-        """The sum of `xs`, (T, K) each, on every GPU, as one partial sum of each rank, which any consumer adds up."""
+        """Return the sum of `xs`, (T, K) each, on every GPU, as one partial sum per rank, added up by any consumer."""
         T, K = xs[0].shape
         if not T:
             return list(xs)
@@ -69,7 +69,7 @@ class NcclExchange:
         return [Array((T, K), part, partials=len(self.gpus), partial_stride=T * K) for part in parts]
 
     def gather(self, xs: Sequence[Array]) -> list[Array]:
-        """The columns of `xs`, (T, K) each, beside one another on every GPU: (T, ranks * K)."""
+        """Join the columns of `xs`, (T, K) each, on every GPU: (T, ranks * K)."""
         (T, K), n, outs = xs[0].shape, len(self.gpus), list[Array]()
         for gpu, part in zip(self.gpus, self._all_of(xs) if T else [0] * n, strict=True):
             with gpu.device:
@@ -78,7 +78,7 @@ class NcclExchange:
         return outs
 
     def _all_of(self, xs: Sequence[Array]) -> list[int]:
-        """Bring the parts `xs`, (T, K) each, to every GPU; return where each has them: (ranks, T, K) float32."""
+        """Copy the parts `xs`, (T, K) each, to every GPU; return their addresses there: (ranks, T, K) float32."""
         sent, received = list[Array](), list[int]()
         for gpu, x in zip(self.gpus, xs, strict=True):
             with gpu.device:
@@ -98,7 +98,7 @@ class NcclExchange:
     # -- what may go wrong ---------------------------------------------------------------------------------------------
 
     def renew(self) -> None:
-        """After a step that did not end: wait for all GPUs; BimetalError where one still waits for another."""
+        """Wait for all GPUs after a failed step; BimetalError if one still waits for another."""
         self.index = self.passed = 0
         until = time.monotonic() + self.seconds
         for gpu in self.gpus:
@@ -113,7 +113,7 @@ class NcclExchange:
                     time.sleep(1e-3)
 
     def check(self) -> None:
-        """Raises BimetalError where NCCL has met an error."""
+        """Raise BimetalError after an error of NCCL."""
         try:
             for communicator in self.communicators:
                 communicator.check_async_error()
@@ -127,7 +127,7 @@ class NcclExchange:
 
 @cache
 def _communicators(nccl: ModuleType, devices: tuple[int, ...]) -> Sequence[Any]:
-    """A communicator of each GPU, which all models on these GPUs share and which last as long as the process.
+    """Open a communicator of each GPU, shared by all models on these GPUs, for as long as the process lives.
 
     CuPy destroys a communicator with its object, and NCCL's destruction waits until all graphs that contain its calls
     are gone, which Python may free later: a deadlock.

@@ -24,12 +24,12 @@ class Card:
 
     @property
     def blocks(self) -> int:
-        """Count a product's CTAs per multiprocessor: with 100 KB of shared memory, two would have too small a ring."""
+        """Return a product's CTAs per multiprocessor: with 100 KB of shared memory, two would have too small a ring."""
         return 2 if self.shared > 128 << 10 else 1
 
     @property
     def half(self) -> str:
-        """The type of which cuBLAS multiplies many rows: before 8.0 tensor cores have no bf16."""
+        """Return the type in which cuBLAS multiplies many rows: before 8.0 tensor cores lack bf16."""
         return "BF16" if self.capability >= 80 else "F16"
 
     @property
@@ -39,7 +39,7 @@ class Card:
 
 
 class Planned(NamedTuple):
-    """A card and what its data sheet says: bytes per second, dense FLOP/s of `half` into float32."""
+    """A card and figures of its data sheet: bytes per second, dense FLOP/s of `half` into float32."""
 
     card: Card
     bandwidth: float
@@ -57,7 +57,7 @@ CARDS = (
     Planned(Card("RTX 5090", 120, 170, 100 << 10, 99 << 10), 1.792e12, 209e12),
 )
 
-# Types by what products of theirs keep in registers: kernels/tile.cuh
+# Types by the values that their products keep in registers: kernels/tile.cuh
 SUMS = ("Q4_K", "Q5_K")  # types whose minima are multiplied by sums of x
 APART = ("Q4_1", "Q5_1", "Q2_K")  # types whose minima need separate registers
 SIXTEENS = ("Q6_K", "Q3_K", "Q2_K")  # types with a scale per 16 columns
@@ -97,7 +97,7 @@ def in_flight(card: Card, type_: str, cols: int) -> InFlight:
 
 
 def product_bound(card: Card, types: tuple[str, ...], cols: int, threads: int) -> int:
-    """Threads of a block that kernels/linear.cu is compiled for; the block has `threads`.
+    """Return the launch bound, in threads, of kernels/linear.cu; its blocks have `threads`.
 
     With 8 and 16 rows it is compiled for more threads than it has: a thread then gets 80 registers, not 96, which
     leaves room for the kernel after it, since on 9.0 that kernel may begin before the product has ended.
@@ -107,11 +107,11 @@ def product_bound(card: Card, types: tuple[str, ...], cols: int, threads: int) -
 
 
 def product_blocks(card: Card, types: tuple[str, ...], cols: int, stripes: int) -> int:
-    """Blocks per multiprocessor that kernels/linear.cu is compiled for; `stripes` of a block."""
+    """Return the blocks per multiprocessor that kernels/linear.cu is compiled for; `stripes` per block."""
     spills = cols > 16 and any(type_ in APART for type_ in types)
     return 1 if stripes > 1 or spills else card.blocks
 
 
 def expert_blocks(card: Card, type_: str, cols: int) -> int:
-    """Blocks per multiprocessor that kernels/experts.cu is compiled for: fewer for types that would spill."""
+    """Return the blocks per multiprocessor that kernels/experts.cu is compiled for: few for types that would spill."""
     return 1 if cols > 8 and type_ in (*APART, "Q3_K") else card.blocks

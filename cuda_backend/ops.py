@@ -1,4 +1,4 @@
-"""CudaOps: the op contract on one NVIDIA GPU. The ops are functions in the other files; this one composes them."""
+"""CudaOps: the op contract on one NVIDIA GPU, whose methods are functions of other files."""
 
 import itertools
 import sys
@@ -67,7 +67,7 @@ class CudaOps(Ops):
         self.expert_supply = self.context.experts
         self.expert_vram = experts.nbytes if experts else 0
         self.layer: int | None = None  # for which weights are loaded
-        self.prefill_rows = 8192 if room()[1] > 64e9 else 1024  # a step expands every matrix once, whatever its rows
+        self.prefill_rows = 8192 if room()[1] > 64e9 else 1024  # a step of any number of rows expands every matrix once
         self.expanded: dict[str, int] = {}  # types held as float16, and how many tensors
         self.idle: Idle | None = None  # of a benchmark
 
@@ -79,7 +79,7 @@ class CudaOps(Ops):
 
     @property
     def stage(self) -> weights.Stage | None:
-        """Choose how rows of a stored tensor come to the device; None: they are copied."""
+        """Choose how rows of a stored tensor are made on the device; None: they are copied."""
         return None
 
     @contextmanager
@@ -107,7 +107,7 @@ class CudaOps(Ops):
         return weight
 
     def check_weights(self) -> None:
-        """Raises BimetalError for a scale that is not finite in a weight that was made since the last call."""
+        """Raise BimetalError for a scale that is not finite in a weight made since the last call."""
         self.uploader.check()
 
     @contextmanager
@@ -175,13 +175,13 @@ class CudaOps(Ops):
     def new_pool(
         self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None, batches: int = 1
     ) -> CudaPool:
-        """States of up to `slots` sequences, which one step may compute together.
+        """Make states of up to `slots` sequences, which one step may compute together.
 
         tokens   that all of them may hold together, at least one whole context; None: each may hold `capacity`
         batches  micro-batches, whose steps alternate
         """
         check_room(self.context.card, spec)
-        give_back_blocks()  # CuPy's pool would cut blocks of earlier states, whose rests nothing fits into
+        give_back_blocks()  # CuPy's pool would divide blocks of earlier states, and the rests would be lost
         apply_paths = partial(recurrent.apply_paths, self.context)
         return CudaPool(spec, slots, capacity, apply_paths, self.context.stream, tokens, batches)
 
@@ -231,7 +231,7 @@ class CudaOps(Ops):
         return recurrent.delta_mixer(self.context, x, w, conv, delta, step, is_part=self.ranks.size > 1)
 
     def moe_ffn(self, x: Array, w: ExpertWeights, top_k: int, scale: float = 1.0) -> Array:
-        if not x.shape[0]:  # a piece of a prompt whose logits nobody reads: `linear` launches nothing either
+        if not x.shape[0]:  # a prefill step without logits: `linear` launches nothing either
             return Array(x.shape)
         if x.shape[0] > MAX_DECODE_ROWS:
             return super().moe_ffn(x, w, top_k, scale)
@@ -295,7 +295,7 @@ class CudaOps(Ops):
             end.synchronize()
             best = min(best, cupy.cuda.get_elapsed_time(start, end) / 1e3)
         del source, target
-        give_back()  # so that peak_bytes counts what the model takes
+        give_back()  # so that peak_bytes counts the model alone
         return 2 * n / best
 
     @property
@@ -319,7 +319,7 @@ class CudaOps(Ops):
 
 
 def _tokens(read: np.ndarray) -> np.ndarray:
-    """Token ids as kernels wrote them, which mark a row that holds NaN by -1; raises NotFiniteError for such a row."""
+    """Return token ids as kernels wrote them; raises NotFiniteError for -1, which marks a row that holds NaN."""
     if np.count_nonzero(read < 0):
         raise NotFiniteError("the logits of a row hold NaN")
     return read

@@ -1,4 +1,4 @@
-"""Values of tensor parallelism once per GPU: arrays, weights, captured steps. Ranks are places in `gpus`."""
+"""Values of tensor parallelism, one per GPU: arrays, weights, captured steps. A rank is an index into `gpus`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class PerRank:
 
 
 def per_rank(gpus: Sequence[Gpu], trees: Sequence[Any]) -> Any:
-    """The weights of all ranks as one tree of PerRank weights; `trees` are namespaces and lists of weights or None."""
+    """Join all ranks' weights to one tree of PerRank weights; `trees`: namespaces and lists of weights or None."""
     first = trees[0]
     if isinstance(first, SimpleNamespace):
         return SimpleNamespace(**{n: per_rank(gpus, [getattr(tree, n) for tree in trees]) for n in vars(first)})

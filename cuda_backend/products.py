@@ -56,7 +56,7 @@ def inverse(divisor: int) -> int:
 
 
 def packed_segments(w: Weight) -> list[Segment]:
-    """Segments whose products are of int8 rows."""
+    """Return the segments whose products take int8 rows."""
     return [s for s in w.segments if s.type in UNITS]
 
 
@@ -65,7 +65,7 @@ def is_packed(w: Weight) -> bool:
 
 
 def linear(context: Context, x: Lazy, w: Weight) -> Array:
-    """x (T, columns) times each segment's rows: (T, rows)"""
+    """Multiply x (T, columns) by each segment's rows: (T, rows)"""
     T, N = x.T, w.rows
     if T > MAX_DECODE_ROWS:
         return _product(context, x, w)
@@ -90,7 +90,7 @@ def linear(context: Context, x: Lazy, w: Weight) -> Array:
 
 
 def _launches(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
-    """Quantized segments by launch: one, or two of types that a kernel is built for."""
+    """Group quantized segments by launch: one, or two of types for which a kernel is built."""
     launches: list[tuple[Segment, ...]] = []
     for s in segments:
         if s.type not in UNITS:
@@ -103,7 +103,7 @@ def _launches(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
 
 
 def _cut(together: tuple[Segment, ...], context: Context) -> list[tuple[int, int]]:
-    """Stripes and partial sums of the matrices of a launch."""
+    """Return stripes and partial sums of the matrices of a launch."""
     counts = shares(context.card, tuple((s.type, s.row_blocks, s.k_blocks) for s in together), context.fills)
     return [partition(n, s.row_blocks, s.k_blocks) for s, n in zip(together, counts, strict=True)]
 
@@ -197,7 +197,7 @@ def _product(context: Context, x: Lazy, w: Weight) -> Array:
 
 
 def embed(context: Context, table: Weight, tokens: int, T: int) -> Array:
-    """Rows `tokens` (int32 on the device) of a table of one type: (T, columns)"""
+    """Look up rows `tokens` (int32 on the device) of a table of one type: (T, columns)"""
     (s,) = table.segments
     stream, out = context.stream, Array((T, s.columns), context.arena.take(T * s.columns * 4))
     if s.type in UNITS:

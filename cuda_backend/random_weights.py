@@ -48,10 +48,10 @@ class RandomOps(CudaOps):
         return self._random_rows
 
     def _random_rows(self, tensor: Tensor, _: Any, rows: slice) -> int:
-        """Random blocks for as many rows."""
+        """Make random blocks for as many rows."""
         block = BLOCKS[tensor.type]
         nbytes = (rows.stop - rows.start) * tensor.data.shape[-1]
-        self.uploader.finish()  # whose launches may still read what the room holds
+        self.uploader.finish()  # its launches may still read the buffer
         address = self.uploader.room(nbytes + 4)
         args = (address, -(-nbytes // 4), (zlib.crc32(tensor.name.encode()) + rows.start) % (1 << 32))
         kernel("random", "fill")((1024,), (256,), args, stream=self.context.stream)

@@ -1,4 +1,4 @@
-"""Convolution and the gated delta rule, by themselves and as one mixer, and the commit of what they keep."""
+"""Convolution and the gated delta rule, separately and as one mixer, and the commit of their states."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from cuda_backend.runs import Run
 from cuda_backend.tree_order import BEFORE
 from cuda_backend.views import NOTHING, float4_aligned, out_of, packed_only, view
 
-NARROW_ROWS = 32  # from which on CTAs of 32 columns may pay
+NARROW_ROWS = 32  # rows from which CTAs of 32 columns may be faster
 
 
 class Taps(NamedTuple):
@@ -95,7 +95,7 @@ def gated_delta(
 
 
 def mixes(conv: Conv) -> bool:
-    """Test whether `delta_mixer` takes a convolution of so many taps."""
+    """Test whether `delta_mixer` supports a convolution of so many taps."""
     return conv.spec.taps <= BEFORE + 1
 
 
@@ -108,9 +108,9 @@ def delta_mixer(
     step: Any,
     is_part: bool = False,
 ) -> Array:
-    """Convolution, delta rule and gated norm: from compute capability 9.0 on in one launch for one row, otherwise two.
+    """Compute convolution, delta rule and gated norm: from capability 9.0 on in one launch for one row, else in two.
 
-    is_part  other GPUs have the other heads, so that few CTAs run the recurrence of these: `_is_narrow`
+    is_part  other GPUs have the other heads, so that few CTAs compute these: `_is_narrow`
     """
     T, Hv, Dv = x.z.shape
     step = context.step_of(step, delta.store, recurrent=True)
@@ -119,7 +119,7 @@ def delta_mixer(
     narrow = is_part and not step.one_row_each and _is_narrow(context, delta, T, step.runs)
     wide, decay = 32 if narrow else 64, (w.gates.decay.address, w.gates.dt_bias.address)
     rule = Rule(delta, inputs, decay, step.address, T, step.runs, taps, wide, step.one_row_each)
-    one_launch = context.card.capability >= 90 and delta.spec.key_dim <= 128  # of more rows than one of each sequence
+    one_launch = context.card.capability >= 90 and delta.spec.key_dim <= 128  # more rows than one of each sequence
     joins = (one_launch or step.one_row_each) and Dv == 128 and float4_aligned(x.z, flat=False)
     if narrow or not joins:
         o = Array((T, Hv, Dv), context.arena.take(T * Hv * Dv * 4))
@@ -129,13 +129,13 @@ def delta_mixer(
     lazy = Lazy(context, MIXER, T, Hv * Dv, x, mixer)
     if context.replay.active:
         return Array((T, Hv, Dv), lazy=lazy)
-    return Array((T, Hv, Dv), lazy.as_dense())  # a commit may come before the result is read
+    return Array((T, Hv, Dv), lazy.as_dense())  # a commit may precede the read of the result
 
 
 def _is_narrow(context: Context, delta: Delta, T: int, runs: int) -> bool:
-    """Test whether CTAs of 32 columns pay: rows enough for the recurrence to bound a launch, and one wave of CTAs.
+    """Test whether CTAs of 32 columns are faster: the recurrence bounds the launch, and CTAs fit one wave.
 
-    The norm takes a launch of its own then, to the same bits.
+    The norm is then a launch of its own, with bitwise identical results.
     """
     ctas = delta.spec.heads * -(-delta.spec.value_dim // 32) * runs
     return NARROW_ROWS <= T <= MAX_DECODE_ROWS and delta.spec.key_dim <= 128 and ctas <= context.card.sms
@@ -181,7 +181,7 @@ def _conv(
 
 
 def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None = None) -> None:
-    """Launch kernels/delta.cu or delta_each.cu, after prepare.cu; with `norm`, what follows the rule as well."""
+    """Launch kernels/delta.cu or delta_each.cu, after prepare.cu; with `norm` also the gated norm."""
     delta, _, _, step, T, runs, before, wide, one_row_each = rule
     card, arena, spec = context.card, context.arena, delta.spec
     Hk, Hv, Dk, Dv = spec.key_heads, spec.heads, padded(spec.key_dim), spec.value_dim
@@ -225,7 +225,7 @@ def _prepare(context: Context, rule: Rule) -> tuple[int, ...]:
 
 
 def _convolution(rule: Rule) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...], tuple[int, ...]]:
-    """Return what prepare.cu and delta.cu share: two groups of definitions, the first arguments, those of the taps."""
+    """Return arguments shared by prepare.cu and delta.cu: two groups of definitions, first arguments, those of taps."""
     spec, (conv, taps) = rule.delta.spec, rule.taps or (None, 0)
     widths = f"DK={padded(spec.key_dim)}", f"DIM={spec.key_dim}", f"TAPS={conv.spec.taps if conv else 0}"
     sums = {"PARTIALS": rule.inputs[0], "A_PARTIALS": rule.inputs[3], "B_PARTIALS": rule.inputs[4]}

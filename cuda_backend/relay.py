@@ -1,4 +1,4 @@
-"""Steps across several GPUs: arrays that know their GPU, and the graphs and copies of a captured step."""
+"""Steps across several GPUs: arrays tagged with their GPU, and the graphs and copies of a captured step."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,7 +64,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Input:
-    """A step's "tokens" or "positions", of which every GPU has its own."""
+    """A step's "tokens" or "positions", of which every GPU has a copy."""
 
     name: str
 
@@ -88,7 +88,7 @@ class MultiGpuStep:
 class PeerCopy:
     """A copy of bytes at `address` of one GPU to `to` of another, in the order of the other one's stream.
 
-    The source waits for the copy, so that neither GPU overwrites data that the other has not read yet.
+    The source waits for the copy, so that it does not overwrite data that are not copied yet.
     """
 
     source: Gpu
@@ -112,7 +112,7 @@ class PeerCopy:
 
 @dataclass(frozen=True)
 class GpuGraph:
-    """A stretch of a step on one GPU."""
+    """The graph of consecutive layers of a step on one GPU."""
 
     gpu: Gpu
     graph: Graph
@@ -153,21 +153,21 @@ class Relay:
             for gpu in self.steps:
                 gpu.context.replay.active = None
             self.steps, self.here, self.running = {}, None, None
-            for source, target in self.lent:  # whose memory goes to what is launched later
+            for source, target in self.lent:  # their memory will be reused by later launches
                 with source.device:
                     source.context.stream.wait(target.event)
             self.lent = []
 
     @contextmanager
     def on(self, gpu: Gpu) -> Iterator[CudaOps]:
-        """Make the GPU current and return its ops, to launch something."""
+        """Make the GPU current for launches, and return its ops."""
         with gpu.device:
             if self.running and self.here is not gpu:
                 self._reach(gpu)
             yield gpu.ops
 
     def bring(self, x: Value, gpu: Gpu) -> Array:
-        """Return x in memory that `gpu` may read for the rest of the step."""
+        """Return x in memory that `gpu` may read until the end of the step."""
         if x.gpu is gpu:
             return x.array
         array = x.array
@@ -180,7 +180,7 @@ class Relay:
         if self.segments is None:
             copy.play()
         else:
-            with self.on(gpu):  # played before its graph: the graphs that x comes from are over
+            with self.on(gpu):  # copied before the graph starts: the graphs that computed x have ended
                 self.segments.append(copy)
         return Array(array.shape, copy.to, dtype=array.dtype)
 
@@ -234,7 +234,7 @@ class Relay:
         return gpu.context.replay.upload(state.pool.pools[gpu], step, runs)
 
     def _tokens(self, tokens: Value, gpu: Gpu) -> Array:
-        """Return sampled tokens that `gpu` may read; it waits for these only, not for later work of their GPU."""
+        """Return sampled tokens that `gpu` may read; it waits for these alone, not for later work of their GPU."""
         array, source = tokens.array, tokens.gpu
         if source is gpu:
             return array

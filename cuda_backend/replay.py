@@ -30,8 +30,8 @@ Table = MutableMapping[Shape, Program | None]  # captured steps of a function; N
 BUCKETS = (1, 8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 136)
 
 LONG_PAST = 4096  # committed tokens from which attention takes larger blocks of rows: docs/experiments/attention.md
-LONG_ROWS = 1024  # most rows of a long step that is captured: the host takes longer than the device to launch fewer
-LONG_PROGRAMS = 32  # long steps that stay captured, of each function
+LONG_ROWS = 1024  # most rows of a captured long step: up to here the device waits for launches of the host
+LONG_PROGRAMS = 32  # captured long steps that are kept, per function
 
 # kernels/prelude.cuh StepState: its numbers, and where its other fields begin and it ends
 HEAD = struct.Struct("3i")  # rows, runs, kept
@@ -48,7 +48,7 @@ END = RUNS + MAX_RUNS * RUN.size
 
 
 class RunInput(NamedTuple):
-    """A run as kernels read it: committed positions, the recurrent states that it reads and writes, and its path."""
+    """A run as kernels read it: committed positions, recurrent states to read and write, and its path."""
 
     run: Run
     past: int
@@ -59,7 +59,7 @@ class RunInput(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """The `step` that ops receive: T rows; the device knows how many are real, and of which sequences.
+    """The `step` that ops receive: T rows, padding included; device memory has their number and sequences.
 
     address       of the StepState
     runs          largest number of sequences
@@ -163,7 +163,7 @@ class Inputs:
         T = len(step)
         is_one_chain = T <= MAX_DECODE_ROWS and len(runs) == 1 and step.parents is chain_parents(T)
         has_begun = is_one_chain or 1 < T == len(runs)
-        # bytes and struct, since the device waits for this: NumPy's records take twice as long
+        # bytes and struct, because the device waits for this code, and NumPy's records take twice as long
         if has_begun:
             host = bytearray((_chain if is_one_chain else _single_rows)(self.memory.nbytes, T))
         else:
@@ -179,7 +179,7 @@ class Inputs:
         for number, ((slot, first, rows), past, source, target, path) in enumerate(runs):
             branches = 0
             if T <= MAX_DECODE_ROWS and not has_begun:
-                # a row by itself continues the past, so that nothing needs to be read of its parents
+                # a single row continues the past: its parents need not be read
                 parents = None if all_parents is None or rows == 1 else all_parents[first : first + rows]
                 if parents is not None and first:
                     parents = [parent if parent == PAST else parent - first for parent in parents]
@@ -210,7 +210,7 @@ class Inputs:
         runtime.memcpyAsync(self.memory.address, address, size, runtime.memcpyHostToDevice, self.stream.ptr)
         if step.tokens is not self.sampled:
             self.sampled = None
-            if not on_host:  # drawn, or chosen by an earlier step than the last
+            if not on_host:  # sampled at random, or by an earlier step than the last
                 given = step.tokens.address
                 runtime.memcpyAsync(self.tokens, given, 4 * T, runtime.memcpyDeviceToDevice, self.stream.ptr)
 
@@ -227,7 +227,7 @@ class Inputs:
         return Array((T, n), memory.address, owner=memory)
 
     def step(self, shape: Shape, is_block: bool = False) -> DeviceStep:
-        """The step of a shape that lies here."""
+        """Return the step in this memory, for a shape."""
         if (shape, is_block) not in self.steps:
             positions = self.memory.address + END
             self.steps[shape, is_block] = DeviceStep(
@@ -276,7 +276,7 @@ class Replay:
         """
         shape = Shape(here.T)
         has_run, program = shape in table, table.pop(shape, None)
-        if program is not None and program.scratch is not self.arena.passing:  # which has grown since
+        if program is not None and program.scratch is not self.arena.passing:  # the scratch memory has grown since
             has_run, program = False, None
         if not has_run:
             out = self._call(fn, state, here)
@@ -300,7 +300,7 @@ class Replay:
         return self.uploaded(self.inputs_for(step), shape_of(pool, step, runs), step, *pool.inputs(step, runs))
 
     def uploaded(self, inputs: Inputs, shape: Shape, step: Step, kept: int, runs: Sequence[RunInput]) -> DeviceStep:
-        """A step in `inputs`, for launches of `shape`."""
+        """Upload a step to `inputs` and return it, for launches of `shape`."""
         inputs.upload(step, kept, runs)
         if shape.T <= MAX_DECODE_ROWS:
             return inputs.step(shape, step.parents is None)
@@ -308,7 +308,7 @@ class Replay:
         return replace(inputs.step(Shape(shape.T)), slot=runs[0].run.slot, past=runs[0].past, hidden=hidden)
 
     def inputs_for(self, step: Step, own: bool = False) -> Inputs:
-        """Return memory for a step: that which graphs read, or separate memory for a call outside of `run`."""
+        """Return memory for a step: the memory that graphs read, or separate memory for a call outside of `run`."""
         T = len(step)
         if T <= MAX_DECODE_ROWS:
             return Inputs(MAX_DECODE_ROWS, self.stream) if own else self.small
@@ -376,7 +376,7 @@ def one_row_each(step: Step, runs: Sequence[Run]) -> bool:
 
 
 def long_past(step: Step, pasts: Sequence[int]) -> bool:
-    """Test whether rows of a step share a sequence of LONG_PAST committed tokens or more: `pasts`, of each sequence."""
+    """Test whether rows of a step share a sequence of LONG_PAST committed tokens or more: `pasts` by sequence."""
     return len(step) > len(pasts) and max(pasts) >= LONG_PAST
 
 

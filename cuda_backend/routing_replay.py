@@ -1,4 +1,4 @@
-"""Replay of a routing trace: logits by which each row chooses the experts that the trace has for its token."""
+"""Replay a routing trace: router logits with which each row chooses the experts of its token in the trace."""
 
 import numpy as np
 

@@ -33,11 +33,11 @@ from cuda_backend.weights import Weight
 
 
 def pieces_of(V: int) -> int:
-    """Keys of a row of logits that kernels/sample.cu add_up leaves."""
+    """Return the number of keys per row of logits that kernels/sample.cu add_up writes."""
     return -(-V // 1024)
 
 
-LIGHT = {SWIGLU: "swiglu", MUL_SIGMOID: "mul_sigmoid"}  # those that kernels/light.cu has
+LIGHT = {SWIGLU: "swiglu", MUL_SIGMOID: "mul_sigmoid"}  # the ops of kernels/light.cu
 
 # -- products ----------------------------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ def dense(context: Context, x: Array) -> Array:
 
 
 def summed(context: Context, x: Array) -> Array:
-    """x without partial sums."""
+    """Return x without partial sums."""
     return x if x.partials == 1 else Array(x.shape, copied(context, x).as_dense())
 
 
@@ -102,7 +102,7 @@ def keep(context: Context, x: Array) -> Array:
     if lazy and not lazy.forms.dense:
         lazy.forms.dense = context.arena.take(lazy.T * lazy.K * 4, lasting=True)
         lazy.op.emit(lazy, Target(dense=lazy.forms.dense))
-        return Array(x.shape, lazy.forms.dense)  # what the op was computed from will be gone
+        return Array(x.shape, lazy.forms.dense)  # the op's inputs will be overwritten
     out = Array(x.shape, context.arena.take(4 * x.size, lasting=True))
     copy = copied(context, x)
     copy.op.emit(copy, Target(dense=out.address))
@@ -118,7 +118,7 @@ def add(context: Context, x: Array, y: Array) -> Array:
         y = Array(x.shape, y.address, strides=(0, 1), owner=y.owner)
     experts = fused("add", x)
     if experts:
-        y.compute()  # after the branch that it may come from
+        y.compute()  # after the branch that may compute it
         return Array(x.shape, lazy=Lazy(context, experts.op, experts.T, experts.K, (*experts.inputs, y)))
     return Array(x.shape, lazy=pointwise(context, ADD, x, y))
 
@@ -145,7 +145,7 @@ def _gated(context: Context, code: int, x: Array, gate: Array) -> Array:
 
 
 def pointwise(context: Context, code: int, x: Array, y: Array) -> Lazy:
-    """An op of kernels/rows.cu pointwise on each element of x and y."""
+    """Return an op of kernels/rows.cu pointwise on each element of x and y."""
     return Lazy(context, POINTWISE[code], x.shape[0], math.prod(x.shape[1:]), (x, y), code)
 
 
@@ -185,7 +185,7 @@ def rms_norm(context: Context, x: Array, weight: Array | None, eps: float) -> Ar
 
 
 def _terms(lazy: Lazy) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the input of a norm: one array, or two, whose sum is kept at an address."""
+    """Return the input of a norm: one array, or two, whose sum is also written to an address."""
     (x,) = lazy.inputs
     added = fused("norm", x)
     if not added:
@@ -291,7 +291,7 @@ def _emit_heads(lazy: Lazy, to: Target) -> None:
 
 
 def emit_copy(lazy: Lazy, to: Target) -> None:
-    """Write a form of an op that its own kernel does not write, from its float32 rows."""
+    """Write a form of an op from its float32 rows, for an op whose own kernel does not write this form."""
     flat = Array((lazy.T, lazy.K), lazy.as_dense())
     copy = copied(lazy.context, flat)
     copy.op.emit(copy, to)

@@ -1,4 +1,4 @@
-"""The runs of a step: the adjacent rows of each sequence, as kernels/prelude.cuh Run has them.
+"""The runs of a step: the adjacent rows of each sequence, as in kernels/prelude.cuh Run.
 
 Needs neither CuPy nor a GPU.
 """
@@ -29,7 +29,7 @@ def runs_of(step: Step) -> Sequence[Run]:
     return _runs(step.slots.astype(np.int32, copy=False).tobytes())
 
 
-@lru_cache(64)  # replies stay in their slots from one step to the next
+@lru_cache(64)  # replies keep their slots from one step to the next
 def _runs(of_rows: bytes) -> Sequence[Run]:
     """Return the runs of rows whose slots are the int32 numbers `of_rows`."""
     slots = np.frombuffer(of_rows, np.int32).tolist()

@@ -65,7 +65,7 @@ def finds(V: int, k: int) -> bool:
 
 
 def top_k(context: Context, logits: Array, k: int) -> tuple[Array, Array]:
-    """The best k tokens of each row, int32 (T, k), and their log-probabilities, float32."""
+    """Find the best k tokens of each row, int32 (T, k), and their log-probabilities, float32."""
     (T, V), stream = logits.shape, context.stream
     pieces = _pieces_of_best(V)
     memory = Memory(T * (pieces * (8 * k + 8) + 8 * k), stream)
@@ -79,7 +79,7 @@ def top_k(context: Context, logits: Array, k: int) -> tuple[Array, Array]:
 
 
 def argmax_entropy(context: Context, logits: Array, excluded: int) -> tuple[Array, Array]:
-    """The likeliest token but `excluded` of each row, int32 (T,), and the entropy without it, float32 (T,)."""
+    """Find the best token but `excluded` of each row, int32 (T,), and the entropy without it, float32 (T,)."""
     (T, V), stream = logits.shape, context.stream
     pieces = _pieces_of_best(V)
     memory = Memory(T * (16 * pieces + 8), stream)
@@ -94,7 +94,7 @@ def argmax_entropy(context: Context, logits: Array, excluded: int) -> tuple[Arra
 
 
 def _draw(context: Context, logits: Array, best: tuple[int, int], sampler: Sampler, tokens: int) -> None:
-    """Launch Sampler.pick of each row, of which `best` are the largest keys of pieces; write int32 to `tokens`."""
+    """Launch Sampler.pick of each row; `best`: the largest keys of its pieces; write int32 to `tokens`."""
     s, (T, V), stream = sampler.sampling, logits.shape, context.stream
     keys, pieces = best
     cut = s.top_k > 0 or s.top_p < 1
@@ -109,7 +109,7 @@ def _draw(context: Context, logits: Array, best: tuple[int, int], sampler: Sampl
 
 
 def _groups(context: Context, rows: int, V: int, cut: bool) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (first row, rows, addresses of their probabilities and of their bins) of groups that are drawn one by one.
+    """Yield (first row, rows, addresses of their probabilities and of their bins) of groups sampled one by one.
 
     All of them use the memory in which prefill expands matrices, of at least WORKSPACE bytes or one row.
     """
@@ -130,7 +130,7 @@ def _least(s: Sampling) -> int:
 
 
 def _draw_each(context: Context, logits: Array, best: tuple[int, int], samplers: Samplers, tokens: int) -> None:
-    """Draw as `_draw`, each row by its own sampler; rows of greedy samplers take their largest logit."""
+    """Sample as `_draw`, each row by its own sampler; rows of greedy samplers take their largest logit."""
     (T, V), stream = logits.shape, context.stream
     draws, cut, at = list[bytes](), False, 0
     for sampler, rows in samplers.of:

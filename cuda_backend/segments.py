@@ -24,7 +24,7 @@ class HostCall:
 
 
 class Shape(NamedTuple):
-    """Name what decides the launches of a step.
+    """Properties of a step that determine its launches.
 
     T             largest number of rows
     runs          largest number of sequences
@@ -39,9 +39,9 @@ class Shape(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A captured step: its segments, and what it returns, in arena memory that they write.
+    """A captured step: its segments, and its result, in arena memory that they write.
 
-    scratch  memory of Arena.scratch whose address it has, in long steps
+    scratch  memory of Arena.scratch that it reads, in long steps
     """
 
     segments: list[Segment]
@@ -54,8 +54,8 @@ def run_step(
 ) -> Any:
     """Run a step and return its result.
 
-    The first step of a shape is run by `call`, the second is captured, later ones are replayed; one that failed does
-    not count. Long steps are always run by `call`; Replay captures the ones whose launches depend on the number of rows
+    The first step of a shape is run by `call`, the second is captured, later ones are replayed; failed steps do not
+    count. Long steps are always run by `call`; Replay captures the ones whose launches depend on the number of rows
     alone.
     """
     if shape.T > MAX_DECODE_ROWS or shape not in table:

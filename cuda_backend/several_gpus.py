@@ -19,7 +19,7 @@ from cuda_backend.relay import Gpu
 
 
 class SeveralGpus(Ops):
-    """Base of LayerSplitOps and TensorParallelOps: what concerns all of `gpus`, and what the first one does for all."""
+    """Base of LayerSplitOps and TensorParallelOps: methods of all `gpus`, and those that the first one runs for all."""
 
     name = CudaOps.name
     item_bytes = CudaOps.item_bytes
@@ -96,7 +96,7 @@ class SeveralGpus(Ops):
         """Count nothing: each GPU waits for the others too."""
 
     def each_gpu(self, fn: Callable[[Gpu], Any]) -> list[Any]:
-        """Call `fn` with each GPU, which is the current one meanwhile, and return its results."""
+        """Call `fn` with each GPU, made the current one, and return the results."""
         out = []
         for gpu in self.gpus:
             with gpu.device:
@@ -117,7 +117,7 @@ def leaves(x: Any) -> Iterator[Any]:
 
 
 def each(x: Any, change: Callable[[Any], Any]) -> Any:
-    """`x` with all of its leaves changed; a named tuple stays one of its kind."""
+    """Return `x` with `change` of each leaf; a named tuple keeps its type."""
     if not isinstance(x, tuple):
         return change(x)
     parts = [each(part, change) for part in x]
@@ -139,14 +139,14 @@ def check_devices(devices: Sequence[int], chosen: Sequence[int]) -> None:
 
 
 def free(gpu: Gpu) -> int:
-    """Bytes of its memory that are free."""
+    """Return the free bytes of its memory."""
     with gpu.device:
         return gpu.ops.free_bytes()[0]
 
 
 @cache
 def connect(reader: int, owner: int) -> None:
-    """Let a GPU reach another's memory; where the hardware cannot, the driver copies by way of the host."""
+    """Let a GPU access another's memory; if the hardware cannot, the driver copies through the host."""
     runtime = cupy.cuda.runtime
     if runtime.deviceCanAccessPeer(reader, owner):
         with cupy.cuda.Device(reader):

@@ -1,6 +1,6 @@
-"""Workspace that a prompt takes on a GPU beside weights and state, from shapes alone.
+"""Predict the workspace of a prompt on a GPU, beside weights and state, from shapes alone.
 
-The terms follow the allocations of launchers from the arena (`memory.Arena`), in two halves that layers use in turn;
+The terms follow the allocations of launchers from the arena (`memory.Arena`), in two halves that layers alternate;
 tests/models/test_cuda_work.py compares prediction and use.
 """
 
@@ -19,7 +19,7 @@ from cuda_backend.sampling import DRAW
 from cuda_backend.state_table import kept, store_of
 from cuda_backend.weights import UPLOAD
 
-STEPS = 2  # whose logits are held at the same time, beside those that each sequence's prompt ended with
+STEPS = 2  # steps whose logits are held at the same time, beside the last logits of each sequence's prompt
 SLACK, CHUNKS = 1.1, 3  # unused memory of chunks: a factor on their size, and chunks per part
 
 
@@ -36,7 +36,7 @@ def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
 
 
 def logits_bytes(vocab: int, sequences: int) -> int:
-    """Predict the bytes of logits and of the tokens drawn from them, where a step has a row of each of `sequences`.
+    """Predict the bytes of logits and of tokens sampled from them, in steps of one row of each of `sequences`.
 
     Weights of draws lie in the arena's memory for expanded matrices, which `work_bytes` counts.
     """
@@ -54,15 +54,15 @@ def sums_bytes(layers: Sequence[LayerSize], tokens: int, sequences: int) -> int:
 
 
 def hidden_bytes(layers: Sequence[LayerSize]) -> int:
-    """Predict the bytes of hidden states between the parts of a prompt's step.
+    """Predict the bytes of hidden states between the parts of a prefill step.
 
-    They lie at a part's end, copied from there, copied for the part before it, and where the next part reads them.
+    There are four copies: at a part's end, its copy, the copy of the part before, and the next part's input.
     """
     return 4 * 4 * LONG_ROWS * max((layer.hidden for layer in layers), default=0)
 
 
 def _layer_bytes(layer: LayerSize, tokens: int, rows: int) -> int:
-    """float32 that enters and leaves matrices, and what lies between."""
+    """Count float32 numbers that enter and leave matrices, and those in between."""
     parts = [kept(s).work(s, layer, tokens) for s in layer.states.values()]
     values = layer.mixer + layer.ffn + 2 * layer.hidden + sum(values for values, _ in parts)
     return 4 * (rows * values + sum(beside for _, beside in parts))

@@ -6,8 +6,8 @@ from pathlib import Path
 from cuda_backend.layout import UNITS
 
 KERNELS = Path(__file__).with_name("kernels")
-ARCHITECTURES = {"wide": "sm_90a"}  # kernels whose instructions one compute capability alone has
-OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in whichever kernel it is compiled
+ARCHITECTURES = {"wide": "sm_90a"}  # kernels with instructions of one compute capability alone
+OPTIONS = ("-std=c++17", "-fmad=false")  # sums are rounded as written, equally in all kernels
 HEADERS = (  # each header, and the kernels that need it, all of them after prelude.cuh
     ("tile.cuh", ("experts", "single", "repack", "expand")),
     ("flash.cuh", ("attention", "split", "wide", "one_row", "latent", "pieces")),
@@ -48,7 +48,7 @@ HEADERS = (  # each header, and the kernels that need it, all of them after prel
 
 
 def source(stem: str, second: tuple[str, ...] = ()) -> str:
-    """The text that is compiled for kernels/<stem>.cu; `second`: definitions of linear.cu's second matrix."""
+    """Return the text that is compiled for kernels/<stem>.cu; `second`: definitions of linear.cu's second matrix."""
     if stem == "linear":
         return _source_of_linear(second)
     headers = [header for header, stems in HEADERS if stem in stems]

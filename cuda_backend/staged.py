@@ -1,4 +1,4 @@
-"""Copies from pageable memory to the device through pinned memory, which threads fill while the device fetches."""
+"""Copies from pageable memory to the device through pinned memory, which threads fill while the device reads."""
 
 import itertools
 import os
@@ -11,7 +11,7 @@ import numpy as np
 
 CHUNK, CHUNKS = 4 << 20, 8  # bytes of a buffer, and how many
 THREADS = min(4, os.cpu_count() or 1)
-Buffer = tuple[np.ndarray, cupy.cuda.Event]  # and when the device has fetched what it held
+Buffer = tuple[np.ndarray, cupy.cuda.Event]  # and the event after which the device has read it
 
 
 class StagedCopies:

@@ -1,4 +1,4 @@
-"""The table of what a GPU keeps for each class of specs, and of what that takes; pools and predictions read it."""
+"""The table of a GPU's state for each class of specs, and of its predicted bytes; pools and predictions read it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class Kept(NamedTuple):
     store  the class of its store, or of its layers in Recurrent, which predict bytes
     work   float32 of a layer's workspace for a prompt of so many tokens: (numbers per row of a step, numbers beside)
     width  numbers that attention adds up for each head, padded; 0: none
-    check  refuse rows that a card's shared memory cannot take; BimetalError
+    check  refuses rows that exceed a card's shared memory; BimetalError
     """
 
     store: Callable[[Any], Any]
@@ -86,6 +86,6 @@ def store_of(s: Spec) -> Any:
 
 
 def check_room(card: Card, spec: Sequence[LayerSpec]) -> None:
-    """Refuse caches whose rows a card's shared memory cannot take; BimetalError."""
+    """Refuse caches whose rows exceed a card's shared memory; BimetalError."""
     for s in dict.fromkeys(all_specs(spec)):
         kept(s).check(card, s)

@@ -34,9 +34,9 @@ class CudaPool:
 
     tokens   that all sequences may hold together; None: `slots` times `capacity`. Less than `capacity` counts as that
     batches  micro-batches, whose steps alternate
-    length   constant, since steps of few rows are computed alike at any length
+    length   constant, because steps of few rows have the same launches at any length
     lengths  committed tokens of each slot
-    graphs   captured steps, which serve any sequences
+    graphs   captured steps, for any sequences
     pages    pages of the rows that grow; None for one sequence, whose rows are contiguous
     """
 
@@ -88,7 +88,7 @@ class CudaPool:
         return self
 
     def new_state(self) -> "CudaState":
-        """A vacant slot as the state of a new sequence; the slot is vacant again when the state is gone."""
+        """Return a vacant slot as the state of a new sequence; deleting the state frees the slot."""
         if not self.vacant:
             raise BimetalError(f"all {self.slots} sequences of the pool are taken")
         slot = min(self.vacant)
@@ -108,14 +108,14 @@ class CudaPool:
 
     @property
     def free_tokens(self) -> int | None:
-        """Tokens for which pages are free; None: each sequence has room for all of its own."""
+        """Count the tokens for which pages are free; None: each sequence has memory for all of its own."""
         if not self.pages:
             return None
         self.pages.reclaim()
         return len(self.pages.free) * PAGE
 
     def runs(self, step: Step) -> Sequence[Run]:
-        """The rows of each sequence of a step, whose `slots` are the pool's."""
+        """Return the rows of each sequence of a step, whose `slots` are the pool's."""
         runs, vacant = runs_of(step), self.vacant
         for slot, _, _ in runs:
             if not 0 <= slot < self.slots or slot in vacant:
@@ -138,11 +138,11 @@ class CudaPool:
 
     @property
     def calibrates(self) -> bool:
-        """Test whether the step noted last completes a calibration; a sequence has one such step."""
+        """Test whether the latest noted step completes a calibration; a sequence has one such step."""
         return any(isinstance(store, PackedStore) and store.calibrates for store in self.stores)
 
     def inputs(self, step: Step, runs: Sequence[Run]) -> tuple[int, list[RunInput]]:
-        """Return what kernels read of a noted step and its runs: the store of the paths' rows, and each run."""
+        """Return the kernels' inputs of a noted step: the store of the paths' rows, and each run."""
         if not self.recurrent or step.parents is None:
             return 0, [RunInput(run, self.lengths[run.slot]) for run in runs]
         of = self.recurrent.input
@@ -153,7 +153,7 @@ class CudaPool:
         return sum(store.nbytes for store in self.stores)
 
     def bytes_of(self, slot: int) -> int:
-        """Count the bytes of the pages that a slot holds, and its share of all else."""
+        """Count the bytes of the pages that a slot holds, and its share of everything else."""
         if not self.pages:
             return self.nbytes // self.slots
         shared = self.nbytes - self.pages.count * self.pages.block
@@ -219,7 +219,7 @@ class CudaState(State):
         return self.pool.calibrates
 
     def runs(self, step: Step) -> list[Run]:
-        """The rows of a step, which are all this sequence's, whatever slot they name."""
+        """Return the rows of a step, all of this sequence, for any slot number."""
         if len(step) > 1:
             step.the_slot()
         return [Run(self.slot, 0, len(step))]
@@ -231,7 +231,7 @@ class CudaState(State):
         return self._parts
 
     def commit(self, path: Sequence[int] | np.ndarray) -> None:
-        kept = path.tolist() if isinstance(path, np.ndarray) else list(path)  # numbers, which take less than arrays
+        kept = path.tolist() if isinstance(path, np.ndarray) else list(path)  # Python numbers: faster than arrays
         pool, slot, count = self.pool, self.slot, len(kept)
         for store in pool.stores:
             store.commit(slot, kept)
@@ -250,7 +250,7 @@ class CudaState(State):
         return self.pool.bytes_of(self.slot)
 
     def load_parts(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
-        """Load parts as State.load_parts; raises NoRoomError, and changes nothing, where too few pages are free."""
+        """Load parts as State.load_parts; raises NoRoomError, and changes nothing, if too few pages are free."""
         if self.pool.pages:
             self.pool.pages.hold([(self.slot, length)])
         super().load_parts(length, rows, point)
@@ -259,20 +259,20 @@ class CudaState(State):
 def may_capture(spec: Sequence[LayerSpec]) -> bool:
     """Test whether the launches of a long step are the same at every length of a state, and for every slot.
 
-    Rings are copied from where they begin, and rows in codes are read beside exact ones, some of which lie in a ring.
+    They are not for rings, whose copies depend on their beginning, and for codes, whose exact rows are in a ring.
     """
     return all(store_of(s) is KVStore and not s.is_packed for s in all_specs(spec) if grows(s))
 
 
 def state_bytes(spec: Sequence[LayerSpec], capacity: int) -> int:
-    """Device bytes of a pool of one sequence, without building it."""
+    """Predict the device bytes of a pool of one sequence, without building it."""
     return pool_bytes(spec, 1, capacity)
 
 
 def pool_bytes(
     spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None, batches: int = 1
 ) -> int:
-    """Device bytes of a CudaPool, without building it."""
+    """Predict the device bytes of a CudaPool, without building it."""
     check_capacity(capacity)
     pages = page_count(slots, capacity, tokens) if slots > 1 else 0
     recurrent = [(store_of(s), s) for s in all_specs(spec) if not grows(s)]

@@ -35,7 +35,7 @@ from cuda_backend.transports import Transport, open_exchange, warn_of_slow_sums
 
 
 def on_all(name: str) -> Any:
-    """The op `name` on every GPU, with what each has of its arguments."""
+    """Return the op `name`, run on every GPU with its parts of the arguments."""
 
     def op(self: "TensorParallelOps", *args: Any, **options: Any) -> Any:
         def one(rank: int) -> Any:
@@ -49,7 +49,7 @@ def on_all(name: str) -> Any:
 
 
 class Drawn(Sampler):
-    """`sampler` with the random numbers of its next `rows` tokens, which every rank takes."""
+    """`sampler` with the random numbers of its next `rows` tokens, equal on every rank."""
 
     def __init__(self, sampler: Sampler, rows: int):
         self.__dict__ |= vars(sampler)
@@ -61,7 +61,7 @@ class Drawn(Sampler):
 
 
 class TensorParallelOps(SeveralGpus):
-    """The op contract on GPUs that share every layer. A weight made here lies whole on each; `load` divides a model.
+    """The op contract on GPUs that share every layer. A weight made here is complete on each; `load` divides a model.
 
     loaded  the ranks' models, each on one GPU's ops, that the first `load` made
     """
@@ -70,7 +70,7 @@ class TensorParallelOps(SeveralGpus):
         super().__init__(gpus)
         self.exchange = exchange
         ranks = [Ranks(rank, len(gpus), divides_head=True) for rank in range(len(gpus))]
-        self.ranks = ranks[0]  # by which parts are predicted, which are alike
+        self.ranks = ranks[0]  # all ranks' parts have equal sizes: predictions use the first
         for own, gpu in zip(ranks, gpus, strict=True):
             gpu.ops.ranks = own
         self.steps: list[DeviceStep] = []  # of the ranks, while one is launched
@@ -193,7 +193,7 @@ class TensorParallelOps(SeveralGpus):
         else:
             with self._first() as ops:
                 return ops.sample(logits.parts[0], sampler)
-        first = self.gpus[0].ops.sample  # which copies the tokens to the host as well
+        first = self.gpus[0].ops.sample  # it copies the tokens to the host as well
 
         def one(rank: int) -> Array:
             own = logits.parts[rank]
@@ -247,15 +247,15 @@ class TensorParallelOps(SeveralGpus):
 
     @contextmanager
     def _first(self) -> Iterator[CudaOps]:
-        """The ops of rank 0, to read something."""
+        """Return the ops of rank 0, for reads."""
         try:
             with self.gpus[0].device:
                 yield self.gpus[0].ops
         finally:
-            self.exchange.check()  # whose sentence explains rows that are not finite
+            self.exchange.check()  # its error explains rows that are not finite
 
     def _each(self, fn: Callable[[int], Any]) -> list[Any]:
-        """`fn` of each rank, with its GPU as the current one."""
+        """Call `fn` with each rank, with its GPU as the current one."""
         out = []
         for rank, gpu in enumerate(self.gpus):
             with gpu.device:
@@ -263,7 +263,7 @@ class TensorParallelOps(SeveralGpus):
         return out
 
     def _local(self, x: Any, rank: int) -> Any:
-        """An argument as the ops of a rank take it."""
+        """Convert an argument for the ops of a rank."""
         if isinstance(x, PerRank):
             return x.parts[rank]
         if isinstance(x, MultiGpuStep):
@@ -271,7 +271,7 @@ class TensorParallelOps(SeveralGpus):
         return getattr(self.steps[rank], x.name) if isinstance(x, Input) else x
 
     def _per_rank(self, outs: Sequence[Any]) -> Any:
-        """Wrap what an op returned on the ranks."""
+        """Wrap the ranks' results of an op."""
         if isinstance(outs[0], tuple):
             return tuple(self._per_rank(parts) for parts in zip(*outs, strict=True))
         return PerRank(self.gpus, outs) if isinstance(outs[0], Array) else outs[0]
@@ -285,13 +285,13 @@ class TensorParallelOps(SeveralGpus):
 def open_ranks(
     devices: Sequence[int], sizes: Callable[[Ops], Sequence[int]], make: Callable[[], CudaOps]
 ) -> TensorParallelOps:
-    """Ops on the GPUs `devices`: see `cuda_backend.open_tensor_parallel`."""
+    """Open ops on the GPUs `devices`: see `cuda_backend.open_tensor_parallel`."""
     check_devices(devices, devices)
     if len(devices) > MOST_RANKS:
         raise BimetalError(f"tensor_parallel is {len(devices)}; supported are 2 to {MOST_RANKS} GPUs")
     for index in devices[1:]:
         card, first = card_of(index), card_of(devices[0])
-        if card != first:  # how products are divided, and with it their rounding, depends on the card
+        if card != first:  # the division of products, and thus their rounding, depends on the card
             raise BimetalError(
                 f"GPU {devices[0]} is {first.name} with {first.sms} multiprocessors, GPU {index} {card.name} with "
                 f"{card.sms}; tensor_parallel needs GPUs of one kind, on which rows are equal to the bit"

@@ -24,11 +24,11 @@ class Arrival:
         self.address = self.numbers.ctypes.data
 
     def launched(self) -> None:
-        """Note that what writes the numbers has been launched on the stream."""
+        """Note that the work that writes the numbers has been launched on the stream."""
         self.to_host.stream.record(self.done)
 
     def read(self) -> np.ndarray:
-        """Wait for the numbers alone, not for what was launched after them."""
+        """Wait for the numbers alone, not for later launches."""
         started = time.perf_counter()
         self.done.synchronize()
         self.to_host.waited += time.perf_counter() - started
@@ -38,8 +38,8 @@ class Arrival:
 class ToHost:
     """Copies to the host in the order of one stream.
 
-    The pool of pinned memory is this object's own: memory of an Arrival that nobody reads goes to a later copy, which
-    the stream runs after the earlier one.
+    The pool of pinned memory is this object's own: memory of an unread Arrival is reused by a later copy, which the
+    stream runs after the earlier one.
 
     waited  seconds for which the host has waited for numbers
     """
@@ -48,7 +48,7 @@ class ToHost:
         self.stream, self.pool, self.waited = stream, cupy.cuda.PinnedMemoryPool(), 0.0
 
     def expect(self, count: int) -> Arrival:
-        """Return memory for `count` int32 numbers that a kernel will write: without a copy the host has them sooner."""
+        """Return memory for `count` int32 numbers that a kernel will write, which is faster than a copy."""
         return Arrival(self, self.pool.malloc(max(4 * count, 1)), count)
 
     def copy(self, address: int, count: int) -> Arrival:
@@ -60,7 +60,7 @@ class ToHost:
         return arrival
 
     def read(self, address: int, count: int) -> np.ndarray:
-        """Copy `count` int32 numbers at `address`, and wait for them and for all that was launched before."""
+        """Copy `count` int32 numbers at `address`, and wait for them and for all earlier launches."""
         if 0 < count <= FEW:
             return self.copy(address, count).read()
         out, runtime = np.empty(count, np.int32), cupy.cuda.runtime

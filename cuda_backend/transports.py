@@ -21,7 +21,7 @@ SUMS, COLUMNS, RUNS = 16, 256, 3  # what `sum_seconds` measures
 
 
 def open_exchange(gpus: Sequence[Gpu]) -> Transport:
-    """The exchange of `gpus`, whose places are the ranks; BimetalError where they have no way to exchange rows."""
+    """Open the exchange of `gpus`, in the order of the ranks; BimetalError if they cannot exchange rows."""
     pairs = [(a.index, b.index) for a, b in itertools.permutations(gpus, 2)]
     apart = next((pair for pair in pairs if not cupy.cuda.runtime.deviceCanAccessPeer(*pair)), None)
     if apart is None:
@@ -39,7 +39,7 @@ def open_exchange(gpus: Sequence[Gpu]) -> Transport:
 
 
 def warn_of_slow_sums(gpus: Sequence[Gpu], exchange: Transport, layers: int) -> None:
-    """Print what sums cost a token of a model of so many layers, if GPUs are joined by less than NVLink."""
+    """Print the time of sums per token of a model of so many layers, if GPUs are joined by less than NVLink."""
     seconds = sum_seconds(gpus, exchange)
     if seconds > SLOW:
         names = ",".join(str(gpu.index) for gpu in gpus)
@@ -64,7 +64,7 @@ def sum_seconds(gpus: Sequence[Gpu], exchange: Transport) -> float:
             for _ in range(SUMS):
                 sums = exchange.sum(sums)
 
-    launch()  # kernels are loaded and memory is taken before anything is captured
+    launch()  # load kernels and allocate memory before the capture
     graphs, best = list[Graph](), float("inf")
     for gpu in gpus:
         with gpu.device:
@@ -73,7 +73,7 @@ def sum_seconds(gpus: Sequence[Gpu], exchange: Transport) -> float:
     for gpu, graph in zip(gpus, graphs, strict=True):
         with gpu.device:
             graph.end()
-    last = gpus[-1]  # which begins when the others wait for it
+    last = gpus[-1]  # it begins when the others wait for it
     with last.device:
         begun, done = cupy.cuda.Event(), cupy.cuda.Event()
     for _ in range(RUNS):

@@ -1,4 +1,4 @@
-"""Order of the rows of a tree in kernels/delta.cu, and the matrices that it saves since several rows continue them.
+"""Order of the rows of a tree in kernels/delta.cu, and the matrices to save because several rows continue them.
 
 Needs neither CuPy nor a GPU.
 """
@@ -15,10 +15,10 @@ LEAF = 16  # a move: no row continues this one, which leaves the matrix unchange
 def depth_first(parents: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
     """Return the rows depth first, a move per row in this order, and the index of the row that each row continues.
 
-    A move is LEAF, 0, or the number of a saved matrix from 1 on, with SAVES where it is saved. A root continues PAST.
+    A move is LEAF, 0, or the number (from 1) of a saved matrix, with SAVES if it is saved now. A root continues PAST.
 
-    Leaves come first. The child whose rows need the most saved matrices comes last, when its parent's is no longer
-    needed: `most_saved` are enough.
+    Leaves come first. The child whose rows need the most saved matrices comes last, when its parent's matrix is not
+    needed any more: `most_saved` are enough.
     """
     count = len(parents)
     inner: list[list[int]] = [[] for _ in range(count + 1)]  # children of PAST, of row 0, ... that have children

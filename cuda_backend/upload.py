@@ -1,8 +1,8 @@
-"""Bytes of the host to the device by way of pinned memory: threads fill some buffers while the device fetches others.
+"""Upload bytes of the host through pinned memory: threads fill some buffers while the device reads others.
 
-One thread reads a memory-mapped file at a fifth of what a device takes, and so does the driver where memory is not
-pinned. NumPy copies without the interpreter's lock, but a thread that sleeps between pieces wakes late: in a load the
-next weight's pieces are given to the readers before those of the last are all there.
+One thread, or the driver with pageable memory, reads a memory-mapped file at a fifth of the device's speed. NumPy
+copies without the interpreter lock, but a thread that sleeps between pieces wakes late: while loading, readers get the
+next weight's pieces before those of the last one are complete.
 """
 
 import itertools
@@ -31,7 +31,7 @@ class Uploader:
     """Copies to the device in the order of `stream`. It keeps BUFFERS * BUFFER bytes of pinned memory.
 
     ahead    buffers that may still be filled when a weight is done: more than 0 within `CudaOps.loading`
-    filling  of each such buffer its reads, and what follows once they are done
+    filling  of each such buffer its reads, and the calls after them
     """
 
     def __init__(self, stream: Stream):
@@ -46,7 +46,7 @@ class Uploader:
         self.unchecked: list[Sequence[Tensor]] = []
 
     def room(self, nbytes: int) -> int:
-        """Address of device memory for the next copy of the stream: one buffer for all calls, grown if too small."""
+        """Return device memory for the next copy of the stream: one buffer for all calls, grown if too small."""
         if nbytes > self.memory.nbytes:
             self.finish()
             self.stream.synchronize()
@@ -54,7 +54,7 @@ class Uploader:
         return self.memory.address
 
     def flag(self, parts: Sequence[Tensor]) -> int:
-        """Address to which the device writes a nonzero if one of these scales is not finite; `check` refuses that."""
+        """Return the address to which the device writes a nonzero if one of these scales is not finite, for `check`."""
         if len(self.unchecked) == FLAGS:
             self.check()
         self.flags = self.flags or Memory(4 * FLAGS)
@@ -64,7 +64,7 @@ class Uploader:
         return address
 
     def check(self) -> None:
-        """Raises BimetalError for a scale that is not finite among those since the last call. Waits for the device."""
+        """Raise BimetalError for a scale that is not finite, loaded since the last call. Waits for the device."""
         self.finish()
         (unchecked, self.unchecked), (memory, self.flags) = (self.unchecked, []), (self.flags, None)
         flags, kind = np.zeros(len(unchecked), np.int32), cupy.cuda.runtime.memcpyDeviceToHost
@@ -74,13 +74,13 @@ class Uploader:
         for parts, refused in zip(unchecked, flags, strict=True):
             if refused:
                 for part in parts:
-                    check_scales(part)  # which says where
+                    check_scales(part)  # its error has the place
                 raise BimetalError(f"tensor {parts[0].name!r} or one beside it changed while it was loaded")
 
     def copy(self, address: int, arrays: Sequence[np.ndarray]) -> None:
         """Copy arrays (n, bytes), one after the other, to device memory, sent by the next `finish`.
 
-        They must not change before. Pages of a file that they are views of are given back.
+        They must not change before. Pages of mapped files are released.
         """
 
         def read(place: np.ndarray, piece: np.ndarray) -> None:
@@ -118,18 +118,18 @@ class Uploader:
                 for done in reads:
                     done.result()
             finally:
-                wait(reads)  # interrupted or not: what comes next fills the buffer from other arrays
+                wait(reads)  # also if interrupted: the next copy fills the buffer from other arrays
             for follow in follows:
                 follow()
 
     def drop(self) -> None:
-        """Forget what was not sent, as its memory may be gone."""
+        """Drop data that were not sent, because their memory may be freed."""
         wait([read for reads, _ in self.filling for read in reads])
         self.filling.clear()
 
 
 def _filling(arrays: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """The arrays in pieces of whole units, a list for each buffer that they fill: one or more for each reader."""
+    """Divide the arrays into pieces of whole units, a list per buffer, with one or more pieces per reader."""
     pieces: list[np.ndarray] = []
     room = BUFFER
     for array in arrays:

@@ -1,4 +1,4 @@
-"""Records by which kernels read arrays and write results, as in prelude.cuh and store.cuh, and what kernels require."""
+"""Records by which kernels read arrays and write results, as in prelude.cuh and store.cuh, and their requirements."""
 
 import numpy as np
 
@@ -18,7 +18,7 @@ def out_of(to: Target, K: int) -> np.ndarray:
 
 
 def packed_only(out: np.ndarray) -> tuple[str, ...]:
-    """The build of store.cuh for rows that go to a product with scales per 128 columns, and nowhere else."""
+    """Return the build of store.cuh for rows read only by a product with scales per 128 columns."""
     packed = out["packed"] and not (out["dense"] or out["product"] or out["fine"])
     return (f"ONLY={1 if out['cols'] == 1 else 8}",) if packed else ()
 
@@ -57,5 +57,5 @@ def float4_aligned(*arrays: Array, flat: bool = True) -> bool:
 
 
 def turns(rope: np.ndarray) -> bool:
-    """Test whether a rope's pairs are as kernels/light.cu exchanges them: none, or in lanes apart by a power of two."""
+    """Test whether kernels/light.cu can exchange a rope's pairs: none, or in lanes apart by a power of two."""
     return int(rope["pairs"]) in (0, 4, 8, 16, 32, 64)

@@ -29,7 +29,7 @@ class Segment:
     """Rows of one stored type; `columns` x `rows` per expert.
 
     places  of a stack, the address of each expert's matrix, on the device
-    moved   some experts lie elsewhere than in `memory`: kernels find all of them by `places`
+    moved   whether some experts are outside of `memory`: kernels find all of them by `places`
     """
 
     type: str
@@ -85,10 +85,10 @@ Stage = Callable[[Tensor, list[np.ndarray], slice], int]  # a slice of stored ro
 def load(
     parts: Sequence[Tensor], uploader: Uploader, half: str, stage: Stage | None = None
 ) -> tuple[Weight, list[str]]:
-    """The parts stacked by rows, and the types that are held as float16 instead; BF16 where `half` is F16.
+    """Load the parts, stacked by rows; return also the types that are held as float16: with `half` F16 also BF16.
 
-    A scale that is not finite is refused here in what is expanded, else by `uploader.check`. On the stream all is there
-    when this returns, but for the last `uploader.ahead` buffers.
+    Scales that are not finite are refused here in expanded matrices, else by `uploader.check`. Later launches of the
+    stream find all data, except the last `uploader.ahead` buffers.
     """
 
     def upload_rows(tensor: Tensor, stored: list[np.ndarray], rows: slice) -> int:
@@ -128,7 +128,7 @@ def is_kept(part: Tensor, half: str) -> bool:
 
 
 def held_bytes(part: Tensor) -> int:
-    """Device bytes of a tensor by itself; rows of a neighbour of the same type may fill what pads it to 128 rows."""
+    """Predict the device bytes of a tensor alone; rows of a neighbour of its type may fill its padding to 128 rows."""
     experts, rows = (part.shape[0], part.shape[1]) if len(part.shape) == 3 else (1, part.shape[0])
     if part.scales is None and part.type in UNITS:
         k_size, tile = UNITS[part.type]
@@ -167,7 +167,7 @@ def _segment(parts: list[Tensor], uploader: Uploader, half: str, stage: Stage) -
 
 
 def _places(stack: Tensor, memory: Memory, uploader: Uploader) -> Memory | None:
-    """The addresses of the experts of a stack that lie one after the other."""
+    """Return the addresses of the experts of a contiguous stack."""
     if len(stack.shape) < 3:
         return None
     experts = stack.shape[0]
@@ -175,7 +175,7 @@ def _places(stack: Tensor, memory: Memory, uploader: Uploader) -> Memory | None:
 
 
 def _rows_of(arrays: list[np.ndarray], rows: slice) -> Iterator[np.ndarray]:
-    """Rows of (n, bytes) arrays as if they were stacked."""
+    """Return rows of (n, bytes) arrays as if they were stacked."""
     at = 0
     for array in arrays:
         first, last = max(rows.start - at, 0), min(rows.stop - at, len(array))
@@ -206,7 +206,7 @@ def _float_segment(
 
 
 def _float16(part: Tensor, row: int, n: int) -> np.ndarray:
-    """Rows of a tensor of any type, counted over all but the last axis, as float16; BimetalError if too large."""
+    """Convert rows of a tensor, counted over all but the last axis, to float16; BimetalError if too large."""
     flat = _flat(part)
     values = dequantize(flat.take_rows(np.arange(row, min(row + n, flat.shape[0]))))
     with np.errstate(over="ignore"):

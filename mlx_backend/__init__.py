@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def open_ops(checkpoint: Checkpoint, wide: bool = False) -> MlxOps:
-    """MlxOps on MLX's default device: float32 on the CPU, on a GPU the type in which `checkpoint` stores most bytes.
+    """Open MlxOps on MLX's default device: float32 on the CPU, on a GPU the type of most bytes of `checkpoint`.
 
-    wide  True where the model's activations exceed 65504: bfloat16 then replaces float16
+    wide  True if the model's activations exceed 65504: bfloat16 then replaces float16
     """
     if mx.default_device().type == mx.DeviceType.cpu:
         return MlxOps(mx.float32)  # MLX multiplies float16 groups 40 times slower there
@@ -29,10 +29,10 @@ def open_ops(checkpoint: Checkpoint, wide: bool = False) -> MlxOps:
 def open_shared(
     checkpoint: Checkpoint, wide: bool, needs: Callable[[MlxOps], tuple[list[int], int, int]], tensor: bool = False
 ) -> "GroupOps":
-    """Ops of this process among those that mlx.launch has started.
+    """Open the ops of this process in a group that mlx.launch has started.
 
-    needs   gives, on such ops, the bytes of each layer, the numbers of a row between two layers, and the memory to give
-    tensor  each layer is shared by all processes; else each process has some of the layers
+    needs   returns, given the ops, the bytes of each layer, the numbers of a row between layers, and the memory to use
+    tensor  whether all processes share each layer; else each process has some of the layers
     """
     from mlx_backend.group import Group
     from mlx_backend.pipeline import PipelineOps

@@ -27,7 +27,7 @@ class Masks:
     def of(
         self, step: Step, shown: int, past: int, window: int | None = None, causal: bool = False, sinks: int = 0
     ) -> mx.array | str | None:
-        """Mask of what the step's rows see of `shown` committed rows and of each other; None where they see everything.
+        """Make the mask of the step's rows over `shown` committed rows and each other; None if they see all.
 
         The committed rows are the first `sinks` (all, if fewer) and the last.
         """
@@ -90,7 +90,7 @@ def block_sparse_attention(
 
 
 def by_heads(*rows: mx.array) -> list[mx.array]:
-    """Rows (T, K, D) as caches hold them: (1, K, T, D) each."""
+    """Transpose rows (T, K, D) to the layout of caches: (1, K, T, D) each."""
     return [x.swapaxes(0, 1)[None] for x in rows]
 
 

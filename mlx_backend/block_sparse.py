@@ -16,7 +16,7 @@ def attend(q: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.ar
     for first, end in definition.spans(n - T, n):
         own, at = first // size, first - (n - T)
         part = rows[:, :, at : at + end - first]
-        late = own - definition.LATEST + 1  # blocks from here on are seen in any case
+        late = own - definition.LATEST + 1  # later blocks are always seen
         if late <= definition.SINKS:
             seen = [keys[:, :end], values[:, :end]]
             mask: mx.array | str = "causal"
@@ -35,7 +35,7 @@ def attend(q: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.ar
 
 
 def _chosen(query: mx.array, means: mx.array, late: int) -> tuple[mx.array, mx.array]:
-    """Blocks between the first ones and `late`, (K, m), those of the largest shares first, and which of them are seen.
+    """Choose blocks between the first ones and `late`, (K, m), largest shares first, and mark those that are seen.
 
     query  the scaled mean of a block's queries, (K, heads, D)
     means  of the keys of each block before, (K, blocks, D)
@@ -50,12 +50,12 @@ def _chosen(query: mx.array, means: mx.array, late: int) -> tuple[mx.array, mx.a
 
 
 def _gathered(blocks: mx.array, best: mx.array) -> mx.array:
-    """The rows of the blocks (K, m) of (K, blocks, size, D): (K, m * size, D)."""
+    """Gather the rows of the blocks (K, m) of (K, blocks, size, D): (K, m * size, D)."""
     return blocks[mx.arange(len(best))[:, None], best].reshape(len(best), -1, blocks.shape[3])
 
 
 def _mask(kept: mx.array, edge: int, span: tuple[int, int], late: int) -> mx.array:
-    """Mask of the rows of `span`: `edge` rows, the chosen ones that `kept` (K, m) admits, and those from `late` on."""
+    """Make the mask of the rows of `span`: `edge` rows, the chosen ones of `kept` (K, m), and those from `late` on."""
     (first, end), K = span, len(kept)
     causal = mx.arange(late, end) <= mx.arange(first, end)[:, None]
     parts = [mx.ones((K, end - first, edge), mx.bool_), kept[:, None], causal[None]]

@@ -27,7 +27,7 @@ Join = Callable[[Any, Sequence[State], Sequence[int], Sequence[Step]], tuple[Any
 
 
 class Mirror:
-    """Stands for the followers' parts of a state, in the place of a layer's state."""
+    """Takes the place of a layer's state for the followers' parts of it."""
 
     arrays: Sequence[mx.array] = ()
     nbytes = 0
@@ -87,15 +87,15 @@ class GroupOps(MlxOps):
         super().__init__(dtype)
         self.group = group
         self._ids, self._marks = count(), count()
-        self._dropped: list[Order] = []  # states and marks that nobody holds any more
+        self._dropped: list[Order] = []  # deleted states and marks
         weakref.finalize(self, group.close)
 
     def gather_memory(self, memory: int, same: int) -> list[int]:
-        """The bytes that each rank gives to the model, of which this one gives `memory`, in whole MiB.
+        """Gather the bytes that each rank gives to the model, this one `memory`, in whole MiB.
 
         same  a number that is equal on all ranks if their models are
 
-        Raises BimetalError where ranks differ in their model.
+        Raises BimetalError if the ranks' models differ.
         """
         given = self.group.gather([memory // MIB, same])
         if len(set(given[:, 1].tolist())) > 1:
@@ -119,7 +119,7 @@ class GroupOps(MlxOps):
         return SharedState([*map(vars, state.layers), {"mirror": mirror}], capacity)
 
     def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
-        """fn(state, step); `fn` is a partial of a method of the model, of integers and of the `rows` of its output."""
+        """Run fn(state, step); `fn` is a partial of a method of the model, of integers and of its output's `rows`."""
         assert isinstance(fn, partial)
         if self.group.rank == 0:
             while self._dropped:
@@ -130,13 +130,13 @@ class GroupOps(MlxOps):
         return self.finished(super().run(fn, state, step, kept))
 
     def finished(self, out: Array) -> Array:
-        """The output of a step's method, once the ranks need no further exchange for it."""
+        """Return the output of a step's method, once the ranks need no further exchange for it."""
         return out
 
     def follow(self, new_state: Callable[[int], State], models: Sequence[Any], join: Join) -> None:
         """Follow rank 0's orders until it ends: methods of `models` that run steps, on states that `new_state` makes.
 
-        models  the model, and the target alone where a draft stands beside it: of different classes
+        models  the model, and with a draft the target alone: of different classes
         join    makes a step of several sequences
         """
         by_class = {type(model).__name__: model for model in models}
@@ -173,7 +173,7 @@ class GroupOps(MlxOps):
 
 
 def _order_of(fn: "partial[Array]", state: Any, step: Any, sends_tokens: bool) -> Order:
-    """The order to run a step, of one sequence or several."""
+    """Write the order to run a step, of one sequence or several."""
     method: Any = fn.func
     rows = fn.keywords.get("rows")
     mirrors, parts = state[-1].mirror, getattr(step, "parts", [step])
@@ -186,7 +186,7 @@ def _order_of(fn: "partial[Array]", state: Any, step: Any, sends_tokens: bool) -
         "model": type(method.__self__).__name__,
         "method": method.__name__,
         "args": fn.args,
-        "rows": None if rows is None else (rows.start, rows.stop, rows.step),  # a model may ask whether they are all
+        "rows": None if rows is None else (rows.start, rows.stop, rows.step),  # a model may test whether they are all
         "parts": [
             (own.tolist(), part.positions.tolist(), None if part.parents is None else part.parents.tolist())
             for own, part in zip(np.split(tokens, ends), parts, strict=True)
@@ -195,7 +195,7 @@ def _order_of(fn: "partial[Array]", state: Any, step: Any, sends_tokens: bool) -
 
 
 def _step_of(part: Any) -> Step:
-    """The step of one sequence; zeros stand for tokens that a follower has no use for."""
+    """Make the step of one sequence; zeros replace tokens that a follower does not need."""
     tokens, positions, parents = part
     seen = None if parents is None else np.array(parents, np.int32)
     return Step(np.array(tokens, np.int32), np.array(positions, np.int32), seen, np.zeros(len(tokens), np.int32))

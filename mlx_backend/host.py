@@ -1,7 +1,7 @@
 """Products of several rows on MLX's CPU device by NumPy's BLAS, in MLX's memory: MLX's own product is a plain loop.
 
-A product of few rows waits for MLX's thread only once, for its input: NumPy decodes the usual groups itself. It
-multiplies so few rows at a time that OpenBLAS starts no threads, whose slowest would delay a busy machine.
+A product of few rows waits for MLX's thread only once, for its input: NumPy decodes the usual groups itself. Few rows
+are multiplied at a time, so that OpenBLAS starts no threads: on a busy machine the slowest thread would delay all.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from mlx_backend.quantized import Blocks
 from mlx_backend.sizes import HOST_VALUES
 from mlx_backend.weights import Packed, Part
 
-ROWS = 2  # rows from which decoding the weights for BLAS takes less than MLX's loop over the rows
+ROWS = 2  # rows from which decoding the weights for BLAS is faster than MLX's loop over the rows
 FEW = 32  # rows up to which a product is divided so that OpenBLAS keeps it on the calling thread
-ONE_THREAD = 2**18  # multiplications below which it does
+ONE_THREAD = 2**18  # multiplications below which OpenBLAS does
 
 
 def serves(x: mx.array) -> bool:
@@ -47,7 +47,7 @@ def matmul(x: mx.array, part: Part) -> mx.array:
 
 
 def _affine(part: Packed) -> Callable[[slice], np.ndarray]:
-    """Decoder in NumPy of some rows of a matrix of 4 or 8 bits: (n, columns) float32."""
+    """Return a decoder in NumPy of some rows of a matrix of 4 or 8 bits: (n, columns) float32."""
     assert part.biases is not None
     size, codes = part.group_size, np.array(part.codes, copy=False).view(np.uint8)
     scales, biases = (np.array(plane, copy=False)[..., None] for plane in (part.scales, part.biases))
@@ -64,7 +64,7 @@ def _affine(part: Packed) -> Callable[[slice], np.ndarray]:
 
 
 def _dequantized(part: Packed, rows: slice) -> np.ndarray:
-    """Some rows of the matrix, (n, columns) float32, by MLX."""
+    """Decode some rows of the matrix, (n, columns) float32, by MLX."""
     codes, scales = part.codes[rows], part.scales[rows]
     biases = None if part.biases is None else part.biases[rows]
     block = mx.dequantize(codes, scales, biases, part.group_size, part.bits, part.mode, dtype=mx.float32)

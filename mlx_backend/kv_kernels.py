@@ -16,7 +16,7 @@ from mlx_backend.kernels import make_kernel, on_metal
 
 NUMBERS = {NATIVE: 0, "f16": 1, "bf16": 2, "q4_0": 3, "q4_1": 4, "q5_0": 5, "q5_1": 6, "q8_0": 7}
 NUMBERS |= {"lm2": 8, "lm3": 9, "lm4": 10, "tq3_0": 9}  # include/kv.h
-SIZES = (64, 128, 256)  # of heads that kv_attention takes
+SIZES = (64, 128, 256)  # of heads that kv_attention supports
 STRIP = 256  # rows of a cache that one SIMD group reads
 EVERY, CODES, EXACT = 0, 1, 2  # kv_attention's PART
 
@@ -98,7 +98,7 @@ def encode(
 
 
 def attend(parts: Sequence[CachePart], step: Step, past: int, packing: Packing, dtype: mx.Dtype) -> mx.array:
-    """Softmax over all parts of a cache, of the values under it: (T, H, DV) in `dtype`."""
+    """Attend to all parts of a cache with one softmax: (T, H, DV) in `dtype`."""
     T, H, _ = parts[0].q.shape
     gathered = [_gather(part, step, past, packing) for part in parts]
     sums, most, weights = (mx.concatenate(list(of), axis=2) for of in zip(*gathered, strict=True))
@@ -123,7 +123,7 @@ def attend(parts: Sequence[CachePart], step: Step, past: int, packing: Packing, 
 
 
 def _gather(part: CachePart, step: Step, past: int, packing: Packing) -> tuple[mx.array, mx.array, mx.array]:
-    """Sums (T, H, strips, DV), largest scores and weights (T, H, strips) of one part."""
+    """Compute sums (T, H, strips, DV), largest scores and weights (T, H, strips) of one part."""
     keys, values = (stored.squeeze(0) for stored in part.stored)
     T, H, D = part.q.shape
     K, DV = keys.shape[0], part.planes[1].dim
@@ -169,7 +169,7 @@ def _signs(name: str, group: int) -> mx.array:
 
 @cache
 def _tables(name: str, group: int) -> tuple[mx.array, mx.array]:
-    """Centroids and boundaries of a format in 16 floats each; zeros for formats without."""
+    """Return centroids and boundaries of a format in 16 floats each; zeros for formats without."""
     if name not in FORMATS or FORMATS[name].group:
         return mx.zeros(16), mx.zeros(16)
     centroids, boundaries = (mx.array(np.pad(part, (0, 16 - len(part)))) for part in table(name, group))

@@ -250,7 +250,7 @@ class MlxOps(Ops):
     def route_softmax(self, logits: Array, top_k: int) -> tuple[Array, Array]:
         ids = mx.argsort(-logits, axis=-1)[:, :top_k]
         best = mx.take_along_axis(logits, ids, axis=-1)
-        return ids, mx.softmax(best, axis=-1, precise=True)  # the others cancel when the best are renormalized
+        return ids, mx.softmax(best, axis=-1, precise=True)  # the other logits cancel when the best are renormalized
 
     def route_sigmoid(self, logits: Array, bias: Array, top_k: int, scale: float) -> tuple[Array, Array]:
         p = mx.sigmoid(logits.astype(mx.float32))
@@ -261,7 +261,7 @@ class MlxOps(Ops):
     def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:
         if not isinstance(gate_up, Streamed):
             return products.moe(x, gate_up, down, ids, weights)
-        if not len(ids):  # of a step without logits: a quantized router's product without rows divides by 0
+        if not len(ids):  # a step without logits: a quantized router's product without rows divides by 0
             return x
         slots = mx.array(gate_up.fetch(np.array(ids)))
         out = products.moe(x, gate_up.parts.weight, down.parts.weight, ids, weights, slots)
@@ -278,7 +278,7 @@ class MlxOps(Ops):
         else:
             tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
             tokens = mx.where(mx.isnan(logits.max(axis=-1)), NOT_A_TOKEN, tokens)
-        mx.async_eval(tokens)  # the device works on while the host prints
+        mx.async_eval(tokens)  # the device continues while the host prints
         return tokens
 
     def top_k(self, logits: Array, k: int) -> tuple[Array, Array]:
@@ -305,7 +305,7 @@ class MlxOps(Ops):
     def copy_bandwidth(self) -> float:
         if mx.default_device().type == mx.DeviceType.cpu:
             return super().copy_bandwidth()
-        best, copies = float("inf"), 8  # at a time, so that the host's wait for the last one does not count
+        best, copies = float("inf"), 8  # copies at a time, so that the host's wait for the last one is negligible
         source = mx.zeros(COPIED)
         for _ in range(5):
             target = source

@@ -24,7 +24,7 @@ class Held(NamedTuple):
 class Calibration(NamedTuple):
     """Mean and scale of each channel of the keys, float32 (1, K, 1, D), or (1, K, T, D) where rows differ.
 
-    `common.reference_packed.Calibration` has the meaning.
+    `common.reference_packed.Calibration` defines it.
     """
 
     mean: mx.array
@@ -55,7 +55,7 @@ class Calibration(NamedTuple):
 
 
 class MlxPacked:
-    """`common.reference_packed.NumpyPacked`: what a row reads exactly, and what from codes."""
+    """Packed keys and values; `common.reference_packed.NumpyPacked` defines which tokens are read exactly."""
 
     sinks = 0
 
@@ -114,7 +114,7 @@ class MlxPacked:
         ]
 
     def _kept(self, step: Step, k: mx.array, q: mx.array | None) -> mx.array:
-        """k (1, K, T, D), and with a calibration one query beside each head (`common.storage.ExactSpec`)."""
+        """Return k (1, K, T, D), with a calibration and one query beside each head (`common.storage.ExactSpec`)."""
         if not self.spec.packing.calibration:
             return k
         if q is None:
@@ -133,7 +133,7 @@ class MlxPacked:
         return encoded(self.codes.coders, [keys, v.astype(mx.float32)])
 
     def is_uniform(self, step: Step) -> bool:
-        """Test whether no key of the step needs a calibration that is not known yet."""
+        """Test whether every calibration that the step's keys need is known."""
         n = self.spec.packing.calibration
         return not n or self.calibration is not None or self.past + len(step) < n
 

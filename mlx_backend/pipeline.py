@@ -1,8 +1,8 @@
 """A model whose layers are divided among the processes of a group: rows pass from rank to rank, and back to rank 0.
 
 Rank 0 holds the embedding, the first layers, the last norm and the head; it alone knows tokens and chooses them. Each
-follower holds the layers after those of the rank before it, and mirrors every state of rank 0 for them. One process
-would compute the same numbers: what a layer computes does not depend on where it runs.
+follower holds the layers after those of the rank before it, and mirrors every state of rank 0 for them. Results are
+bitwise those of one process, because a layer computes the same on every machine.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,11 +40,11 @@ class PipelineOps(GroupOps):
     def share(self, sizes: Sequence[int], hidden: int, memory: int, same: int) -> None:
         """Divide the layers by the memory of the ranks; call it before weights are loaded.
 
-        sizes   bytes of each layer, what lies outside the layers counted to the first one
+        sizes   bytes of each layer; weights outside the layers count to the first one
         memory  bytes that this rank gives to the model
         same    as in `gather_memory`
 
-        Raises BimetalError where the layers do not fit, and where ranks differ in their model.
+        Raises BimetalError if the layers do not fit, and if the ranks' models differ.
         """
         self.own = share_layers(sizes, self.gather_memory(memory, same))[self.group.rank]
         self.hidden, self.layers = hidden, len(sizes)
@@ -63,7 +63,7 @@ class PipelineOps(GroupOps):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
-        """Run a step as GroupOps.run; nothing on a follower, whose part of the step ends before the head."""
+        """Run a step as GroupOps.run; a follower returns nothing, because its part of the step ends before the head."""
         assert isinstance(fn, partial)
         self._rows = len(range(len(step))[fn.keywords["rows"]])
         try:
@@ -75,7 +75,7 @@ class PipelineOps(GroupOps):
         return super().embed(table, tokens) if self.group.rank == 0 else mx.zeros((len(tokens), 0))
 
     def scope(self, layer: int, block: Callable[[Array], Array], x: Array) -> Array:
-        """block(x) where the layer is this rank's; at the edges of its layers rows come and go."""
+        """Run block(x) if the layer is this rank's; receive rows before its first layer, send them after its last."""
         if layer in self.own:
             if self.group.rank and layer == self.own.start:
                 x = self.group.receive((len(x), self.hidden), self.dtype)

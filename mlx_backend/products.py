@@ -9,7 +9,7 @@ from mlx_backend.elementwise import swiglu
 from mlx_backend.quantized import Blocks
 from mlx_backend.weights import Packed, Part
 
-SORT_ROWS = 64  # rows of experts from which sorting them by expert pays
+SORT_ROWS = 64  # rows of experts from which sorting by expert is faster
 
 
 def matmul(x: mx.array, part: Part, transpose: bool = True) -> mx.array:

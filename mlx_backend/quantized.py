@@ -19,8 +19,8 @@ from common.tensors import Tensor
 from mlx_backend import kernels
 
 CODEBOOKS = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
-# Where each type's 16-bit fields lie in a block. These fields are held apart, so that the other bytes are whole 32-bit
-# words: in blocks of 210 or 110 bytes every other word would be unaligned.
+# Offsets of each type's 16-bit fields in a block. These fields are held separately, so that the other bytes are whole
+# 32-bit words: in blocks of 210 or 110 bytes every other word would be unaligned.
 HALVES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
@@ -58,7 +58,7 @@ def stays(type_: str) -> bool:
 
 
 def load_blocks(parts: Sequence[Tensor]) -> Blocks:
-    """Parts of one type, (rows, columns) or (E, rows, columns) each, as one matrix stacked by rows."""
+    """Stack parts of one type, (rows, columns) or (E, rows, columns) each, by rows to one matrix."""
     *lead, _, columns = parts[0].shape
     out = new_blocks((*lead, sum(part.shape[-2] for part in parts), columns), parts[0].type)
     words, halves = np.asarray(out.words), np.asarray(out.halves)
@@ -70,7 +70,7 @@ def load_blocks(parts: Sequence[Tensor]) -> Blocks:
 
 
 def new_blocks(shape: tuple[int, ...], type_: str) -> Blocks:
-    """Blocks of zeros of a matrix or matrices of `shape`."""
+    """Make blocks of zeros of a matrix or matrices of `shape`."""
     block, fields = BLOCKS[type_], len(HALVES[type_])
     *rows, columns = shape
     blocks, size = columns // block.elements, block.bytes - 2 * fields
@@ -90,7 +90,7 @@ def fill_blocks(tensor: Tensor, words: np.ndarray, halves: np.ndarray) -> None:
 
 
 def filled(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """Evaluated zeros, into which NumPy writes: no second copy of a matrix is made."""
+    """Make evaluated zeros, into which NumPy writes, so that a matrix is not copied twice."""
     out = mx.zeros(shape, dtype)
     mx.eval(out)
     return out
@@ -171,7 +171,7 @@ def _layout(type_: str) -> list[tuple[str, int]]:
 
 @cache
 def _codebook(type_: str) -> mx.array:
-    """The codebook as words of four magnitudes; one unused word for a type without a codebook."""
+    """Return the codebook as words of four magnitudes; one unused word for a type without a codebook."""
     if type_ not in CODEBOOKS:
         return mx.zeros(1, mx.uint32)
     return mx.array(codebook(type_).astype(np.uint8).view("<u4").reshape(-1))

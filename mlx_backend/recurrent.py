@@ -1,4 +1,4 @@
-"""Gated delta rule and short convolution on MLX: our Metal kernels, and MLX's own ops where there is no Metal.
+"""Gated delta rule and short convolution on MLX: our Metal kernels, and MLX's own ops without Metal.
 
 MLX's fused gated_delta_update serves six pairs of head counts, with heads of 128, and rounds a chain of more than eight
 rows differently; `gated_delta.metal` serves chains, prompts, trees and replays with the same bits.
@@ -53,7 +53,7 @@ def _walk(step: Step) -> tuple[mx.array, mx.array]:
 
 
 def walk_over(parents: np.ndarray) -> np.ndarray:
-    """Return the order of rows for `gated_delta.metal`: the path to each leaf in turn, its first row as ~row."""
+    """Return the order of rows for `gated_delta.metal`: one path per leaf, its first row as ~row."""
     walk: list[int] = []
     for leaf in np.setdiff1d(np.arange(len(parents)), parents).tolist():
         path = [leaf]

@@ -12,7 +12,7 @@ from common.storage import RowSpec
 from mlx_backend.kv_formats import Coder, encoded
 from mlx_backend.saved import from_host, shape_of, to_host
 
-ROOM = 256  # rows by which a buffer grows; a quarter of the rows it holds where that is more
+ROOM = 256  # rows by which a buffer grows, or a quarter of its rows if that is more
 
 
 class MlxRows:
@@ -70,7 +70,7 @@ class MlxRows:
                 buffer[:, :, self.end : end] = buffer[:, :, rows]
         self.end = end
         early = min(max(0, self.sinks - self.past), len(path))
-        if early:  # the first rows, which stay, leave the buffer
+        if early:  # the first rows are moved out of the buffer, and kept
             at = end - len(path)
             self.first = _joined(self.first, [buffer[:, :, at : at + early] for buffer in self.buffers])
             self.start += early
@@ -79,7 +79,7 @@ class MlxRows:
             self.start = max(self.start, end - self.window)
 
     def committed(self) -> list[mx.array]:
-        """The committed rows that are held, (1, K, n, D), in their planes' formats."""
+        """Return the committed rows that are held, (1, K, n, D), in their planes' formats."""
         held = [buffer[:, :, self.start : self.end] for buffer in self.buffers]
         return _joined(self.first, held) if self.first else held
 
@@ -133,7 +133,7 @@ def _joined(rows: list[mx.array], more: list[mx.array]) -> list[mx.array]:
 
 
 def _room(kept: int, T: int) -> int:
-    """Rows that a buffer of `kept` rows gains when a step of T does not fit."""
+    """Compute the rows by which a buffer of `kept` rows grows when a step of T does not fit."""
     return T + max(ROOM, kept // 4)
 
 
@@ -144,7 +144,7 @@ def _grown(rows: mx.array, room: int) -> mx.array:
 
 @cache
 def rows_held(tokens: int, rows: int, window: int | None = None, sinks: int = 0) -> int:
-    """Rows of `MlxRows`' buffers after such a reading."""
+    """Compute the rows of `MlxRows`' buffers after `tokens` tokens read in steps of `rows`."""
     start = end = held = 0
     for at in range(0, tokens, rows):
         T = min(rows, tokens - at)

@@ -1,4 +1,4 @@
-"""The table of what MLX keeps for each class of specs, and of what that takes; states and predictions read it."""
+"""The table of MLX's state for each class of specs, and of its predicted bytes; states and predictions read it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ class Kept(NamedTuple):
 
 
 def _rows_bytes(s: RowSpec, read: Read) -> int:
-    apart = min(read.tokens, s.sinks)  # rows that stay when rows before the window go
+    apart = min(read.tokens, s.sinks)  # rows that are kept when rows before the window are dropped
     return (rows_held(read.tokens, read.rows, s.window, s.sinks) + apart) * s.row_bytes(read.item)
 
 
@@ -71,7 +71,7 @@ def state_bytes(spec: Sequence[LayerSpec], tokens: int, rows: int, item: int) ->
 
 
 def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item: int, fused: bool) -> int:
-    """Bytes of the workspace; `fused` where attention and the delta rule are single kernels, as on a Mac's GPU."""
+    """Predict the workspace; `fused` if attention and the delta rule are single kernels, as on a Mac's GPU."""
     read, most = Read(tokens, rows, item), 0
     # the logits of no row that a step ends with are never computed, and hold the two arrays that they would add
     logits = 2 * rows * layers[-1].hidden * item if tokens > rows else 0

@@ -11,7 +11,7 @@ from common.storage import ConvSpec, DeltaSpec
 from mlx_backend.recurrent import Rows, replay
 from mlx_backend.saved import from_host, shape_of, to_host
 
-PREFILL = 32  # rows of a commit from which it is a prompt's
+PREFILL = 32  # rows from which a commit is that of a prompt
 
 
 class MlxConv(NoRows):
@@ -54,7 +54,7 @@ class MlxConv(NoRows):
 
 
 class MlxDelta(NoRows):
-    """The recurrent matrix per head as MLX lays it, (Hv, Dv, Dk) float32, and the step's rows for a replay."""
+    """The recurrent matrix per head in MLX's layout, (Hv, Dv, Dk) float32, and the step's rows for a replay."""
 
     def __init__(self, spec: DeltaSpec):
         self.matrix = mx.zeros((spec.heads, spec.value_dim, spec.key_dim), mx.float32)

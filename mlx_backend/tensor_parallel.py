@@ -1,4 +1,4 @@
-"""A model of which every layer is divided among the processes of a group: each rank holds some heads and channels.
+"""A model whose layers are all divided among the processes of a group: each rank holds some heads and channels.
 
 All ranks run the whole step, and add up the results of their parts of a mixer and of a feed-forward network. Embedding,
 norms, routers and head are on every rank, so that all have equal logits; rank 0 alone chooses tokens.
@@ -21,8 +21,8 @@ LAST_SUMS = 4  # of a step, which its output may not depend on: those of rows th
 class TensorOps(GroupOps):
     """The op contract on this process's heads and channels.
 
-    Sums are added in the group's order: of two ranks always alike, of more in an order that on a ring depends on the
-    rows of the step. Either way they are not the bits of one process.
+    Two ranks always add in the same order; more ranks on a ring add in an order that depends on the rows of the step.
+    Sums differ from those of one process in the last bits.
     """
 
     sends_tokens = True
@@ -30,17 +30,17 @@ class TensorOps(GroupOps):
     def __init__(self, dtype: mx.Dtype, group: Group):
         super().__init__(dtype, group)
         self.ranks = Ranks(group.rank, group.size)
-        self.joins = group.size == 2  # else a sum's order depends on the rows of the step
+        self.joins = group.size == 2  # with more ranks a sum's order depends on the rows of the step
         self._sums: deque[mx.array] = deque(maxlen=LAST_SUMS)
 
     def fit(self, sizes: Sequence[int], memory: int, same: int) -> None:
         """Check that every rank has memory for its part; call it before weights are loaded.
 
-        sizes   bytes of each layer's part, and of what lies outside the layers
+        sizes   bytes of each layer's part, and of weights outside the layers
         memory  bytes that this rank gives to the model
         same    as in `gather_memory`
 
-        Raises BimetalError where a part does not fit, and where ranks differ in their model.
+        Raises BimetalError if a part does not fit, and if the ranks' models differ.
         """
         given = self.gather_memory(memory, same)
         least = min(range(len(given)), key=lambda rank: given[rank])
@@ -57,7 +57,7 @@ class TensorOps(GroupOps):
         return self._sums[-1]
 
     def finished(self, out: Array) -> Array:
-        """The output of a step, computed at once: the ranks wait for one another."""
+        """Compute and return the output of a step: the ranks wait for one another."""
         self.group.compute(out, *self._sums)
         self._sums.clear()
         return out

@@ -1,4 +1,4 @@
-"""MLX's packed matrices of stored tensors: weights stay quantized, in MLX's own group formats where these fit.
+"""Make MLX's packed matrices from stored tensors: weights stay quantized, in MLX's own group formats if these fit.
 
 MLX multiplies affine groups (w = scale * code + bias; 2, 3, 4, 5, 6 or 8 bits; 32, 64 or 128 columns), mxfp4, mxfp8 and
 nvfp4. MLX checkpoints hold these formats already. `GGUF_MAPPING` gives the format of each GGUF type, except for types
@@ -78,7 +78,7 @@ def load_matrix(parts: tuple[Tensor, ...], dtype: mx.Dtype) -> Weight:
 
 
 def grouped(parts: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Neighbours of one format, which become one matrix."""
+    """Group neighbours of one format, which become one matrix."""
     groups: list[list[Tensor]] = []
     for part in parts:
         if groups and format_of(groups[-1][0]) == format_of(part):
@@ -99,7 +99,7 @@ def _part(group: list[Tensor], dtype: mx.Dtype) -> Part:
 
 
 def stored_dtype(tensors: Iterable[Tensor], wide: bool = False) -> mx.Dtype:
-    """The float type of most of a checkpoint's bytes; of quantized tensors that of their scales (GGUF: float16).
+    """Return the float type of most of a checkpoint's bytes; for quantized tensors the type of scales (GGUF: float16).
 
     wide  bfloat16 in place of float16
     """
@@ -130,7 +130,7 @@ def held_bytes(tensor: Tensor, dtype: mx.Dtype) -> int:
 
 
 def format_of(tensor: Tensor) -> Target | str | None:
-    """The format of a tensor: MLX's groups, the GGUF type of blocks that stay as stored, None for plain numbers."""
+    """Return the format of a tensor: MLX's groups, the GGUF type of blocks that are kept, None for plain numbers."""
     if tensor.scales is not None:
         return Target(tensor.type, tensor.bits, tensor.group_size)
     return tensor.type if stays(tensor.type) else GGUF_MAPPING.get(tensor.type)
@@ -212,7 +212,7 @@ def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _symmetric(codes: Callable[[np.ndarray], np.ndarray], zero: int) -> Callable[[np.ndarray], Groups]:
-    """Scales and biases of scale * (code - zero), the scale being the block's first two bytes."""
+    """Return scales and biases of scale * (code - zero); the scale is the block's first two bytes."""
 
     def split(b: np.ndarray) -> Groups:
         scales = half_floats(b[:, :2])

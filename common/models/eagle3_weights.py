@@ -9,7 +9,7 @@ from common.models.eagle3_config import Config, is_map, layer_of, prefix_of
 from common.models.target import Target
 from common.quants import dequantize
 from common.tensors import Tensor, same_axes
-from common.weights import Fix, Layout, Matrix, Names, Stored, Table, Vector, columns, dense, in_turn, rows
+from common.weights import Fix, Layout, Matrix, Names, Stored, Table, Vector, columns, dense, composed, rows
 
 
 def layout(checkpoint: Checkpoint, c: Config, target: Target) -> Layout:
@@ -85,7 +85,9 @@ def _layer(c: Config, at: Names) -> Table:
         fixes = [columns(i * c.hidden, c.hidden)]
         if roped and at.dialect == "gguf":  # which stores a rope pair as adjacent rows; here a pair is (j, j + D/2)
             fixes.append(rows(np.arange(heads * D).reshape(heads, D // 2, 2).swapaxes(1, 2).ravel()))
-        return Stored(at(hf, gguf, ()).names, (heads * D, c.hidden), in_turn(*fixes), part_of=(heads * D, 2 * c.hidden))
+        return Stored(
+            at(hf, gguf, ()).names, (heads * D, c.hidden), composed(*fixes), part_of=(heads * D, 2 * c.hidden)
+        )
 
     table: dict[str, Matrix | Vector | None] = {
         "attn_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),

@@ -5,7 +5,7 @@ from common.storage import NATIVE
 from cuda_backend.caches.planes import HALF, Plane
 
 PACKED = ("bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "lm2", "lm3", "lm4", "tq3_0")
-KEYS = (*PACKED, "turboquant")  # whose estimate of inner products is of no use to values
+KEYS = (*PACKED, "turboquant")  # it estimates inner products, which values do not need
 PAIRS = frozenset((keys, values) for keys in (NATIVE, HALF, *KEYS) for values in (NATIVE, HALF, *PACKED))
 
 
@@ -18,10 +18,10 @@ def format_defines(keys: Plane, values: Plane) -> tuple[str, ...]:
 
 
 def packed_bytes(keys: Plane, values: Plane) -> int:
-    """Bytes of the longer row, which attention unpacks before it multiplies; 0 where both are float16."""
+    """Return the bytes of the longer row, which attention unpacks before products; 0 if both are float16."""
     return 0 if keys.format == values.format == HALF else max(keys.row_bytes, values.row_bytes)
 
 
 def turn_back(values: Plane) -> int:
-    """Columns that kernels/pieces.cu rotates back together, 0: none."""
+    """Return the number of columns that kernels/pieces.cu rotates back together; 0: none."""
     return group_of(values.width) if values.rotated else 0

@@ -43,7 +43,7 @@ class PackedStore(KVStore):
     exact      store of the rows that are read exactly
     stats      mean and scale of the calibrating rows, float32 (slots, 2, layers, K, D): 0 and 1 before that
     slot_stats bytes of the statistics of a slot
-    calibrates whether the step noted last completes the calibrating rows, and encodes keys with their statistics
+    calibrates whether the latest noted step completes the calibrating rows, whose statistics then encode its keys
     """
 
     def __init__(self, spec: KVSpec, layers: int, slots: PoolSlots):
@@ -146,12 +146,12 @@ def calibrate(
     step: int = 0,
     kept: tuple[int, int] = (0, 0),
 ) -> None:
-    """Mean, then scale, float32 (rows, heads, D) each, of the first `count` keys and queries on the path of each row.
+    """Compute mean, then scale, float32 (rows, heads, D) each, of the first `count` keys and queries of each path.
 
     keys   float16 rows, the step's among them: of each layer `layer_heads` heads of keys, then as many of queries
     step   address of the step whose rows these are; 0: one row, whose path is the first positions in order
-    kept   address of the statistics of slot 0, which rows of a step after `count` committed keys take, and elements
-           from a slot's to the next
+    kept   address of the statistics of slot 0, used by rows after `count` committed keys, and elements from one slot
+           to the next
     """
     heads, width = keys.heads // 2, keys.width
     kernel("calibrate", "calibrate")(

@@ -35,7 +35,7 @@ class Pages:
         self._stores: list[tuple[int, int]] = []  # where the pages of each begin, and their bytes
 
     def store(self, shape: Planes) -> tuple[Memory, Planes]:
-        """Memory for the pages of one store, and its planes there."""
+        """Allocate the pages of one store; return its planes."""
         block = page_bytes(shape)
         memory = Memory(self.count * block, self.stream)
         self._stores.append((memory.address, block))
@@ -46,7 +46,7 @@ class Pages:
         self.hold([(slot, lengths[slot] + rows) for slot, _, rows in runs])
 
     def hold(self, needs: Sequence[tuple[int, int]]) -> None:
-        """Take pages for so many positions of each slot; raises NoRoomError, and takes none, where too few are free."""
+        """Take pages for so many positions of each slot; raises NoRoomError, and takes none, if too few are free."""
         held = self.held
         short = [need for need in needs if need[1] > held[need[0]] * PAGE]
         missing = [(slot, -(-min(positions, self.most) // PAGE) - held[slot]) for slot, positions in short]
@@ -75,28 +75,28 @@ class Pages:
                 cupy.cuda.runtime.memsetAsync(address + page * block, 0, block, self.stream.ptr)
 
     def truncate(self, slot: int, positions: int) -> None:
-        """Free the pages of a slot after so many positions; what was launched on the stream may still read them."""
+        """Free the pages of a slot after so many positions; work launched on the stream before may still read them."""
         kept = min(self.held[slot], -(-positions // PAGE))
         self.free += self._numbers[slot, kept : self.held[slot]].tolist()
         self.held[slot] = kept
 
     def reclaim(self) -> None:
-        """Free the pages of slots whose sequences are gone."""
+        """Free the pages of slots whose sequences were deleted."""
         for slot in tuple(self.vacant):
             self.truncate(slot, 0)
 
     @property
     def block(self) -> int:
-        """Bytes of a page in all stores."""
+        """Count the bytes of a page in all stores."""
         return sum(block for _, block in self._stores)
 
 
 def pages_of(capacity: int) -> int:
-    """Pages of a sequence of `capacity` tokens and the rows of a step after them."""
+    """Count the pages of a sequence of `capacity` tokens and the rows of a step after them."""
     return -(-rows_held(capacity) // PAGE)
 
 
 def page_count(slots: int, capacity: int, tokens: int | None) -> int:
-    """Pages for `slots` sequences of `tokens` tokens together, at least of one whole context; None: of all of them."""
+    """Count the pages for `slots` sequences of `tokens` tokens together, at least one context; None: all contexts."""
     each = pages_of(capacity)
     return slots * each if tokens is None else min(slots * each, max(each, tokens // PAGE + slots))

@@ -1,4 +1,4 @@
-"""Planes: where the rows of a cache lie on the device, and the one launch that moves rows from one cache to another."""
+"""Planes: the layout of a cache's rows on the device, and the launch that copies rows from one cache to another."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ from cuda_backend.prototypes import PLANE
 HALF = "f16"  # the format of the backend's own rows
 TILE = 64  # positions that attention reads at a time
 PAGE = 256  # positions of a page: kernels/plane.cuh
-COPIED = 256 << 20  # bytes through which rows of the host are written
-MOST_PIECES = 512  # of a past that attention splits: kernels/pieces.cu combine
+COPIED = 256 << 20  # bytes of the buffer through which rows of the host are written
+MOST_PIECES = 512  # most pieces into which attention divides the past: kernels/pieces.cu combine
 
 
 class Places(NamedTuple):
@@ -70,12 +70,12 @@ class Plane:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a block."""
+        """Count the bytes of a block."""
         return self.heads * self.head_bytes
 
     @property
     def record(self) -> np.ndarray:
-        """The plane as kernels receive it."""
+        """Return the plane as kernels receive it."""
         rows = self.row_bytes, self.block_places
         return np.array((self.address, self.table, self.block, *rows, *self.places, self.pages), PLANE)
 
@@ -88,7 +88,7 @@ class Plane:
         return replace(self, address=address, places=places or self.places, block=0, table=0, pages=0)
 
     def of_slot(self, slot: int) -> "Plane":
-        """The rows of one sequence."""
+        """Return the rows of one sequence."""
         if self.table:
             return replace(self, table=self.table + 4 * slot * self.pages)
         return self.at(self.address + slot * self.block)
@@ -117,13 +117,13 @@ def planes_at(address: int, planes: Planes, places: Places | None = None) -> Pla
 
 
 def slots_at(address: int, planes: Planes) -> Planes:
-    """Planes of several sequences: all of one, then all of the next."""
+    """Place planes of several sequences: all of one, then all of the next."""
     size = planes_bytes(planes)
     return tuple(replace(plane, block=size) for plane in planes_at(address, planes))
 
 
 def pages_at(address: int, planes: Planes, table: int, pages: int) -> Planes:
-    """Planes of several sequences in pages, each of which has PAGE places of all planes."""
+    """Place planes of several sequences in pages, each of which has PAGE places of all planes."""
     out = []
     for plane in planes:
         out.append(replace(plane, address=address, table=table, pages=pages))
@@ -140,7 +140,7 @@ def planes_bytes(planes: Planes) -> int:
 
 
 def page_bytes(planes: Planes) -> int:
-    """Bytes of a page that has places of all of `planes`."""
+    """Count the bytes of a page that has places of all of `planes`."""
     return PAGE * sum(plane.heads * plane.row_bytes for plane in planes)
 
 
@@ -150,7 +150,7 @@ def rows_held(capacity: int) -> int:
 
 
 def all_places(capacity: int) -> Places:
-    """Places of a cache that keeps every position of `capacity` tokens."""
+    """Return the places of a cache that keeps every position of `capacity` tokens."""
     return Places(rows_held(capacity) - TILE, TILE)
 
 
@@ -221,9 +221,9 @@ def shapes_of(planes: Planes, rows: int) -> list[Shape]:
 
 
 def read_rows(planes: Planes, stretches: Sequence[tuple[int, int]], stream: Stream) -> list[np.ndarray]:
-    """Copy the positions of stretches (first, last + 1) of every plane, (heads, positions, bytes of a row).
+    """Copy the ranges of positions (first, last + 1) of every plane: (heads, positions, bytes of a row).
 
-    The arrays are complete when stream.copies.completion says so.
+    The arrays are complete after stream.copies.completion.
     """
     n = sum(last - first for first, last in stretches)
     if n == 0:

@@ -1,7 +1,7 @@
-"""Recurrent states of sequences: convolution tails and delta matrices of all layers, and rows to be applied to them.
+"""Recurrent states of sequences: convolution tails and delta matrices of all layers, and rows yet to be applied.
 
-States come in pairs: a step reads one, and writes what the last commit made of it to the other, so it can run twice;
-`commit` only notes the path and swaps the two.
+States come in pairs: a step reads one, applies the path of the last commit to it, and writes the result to the other
+one, so that it can run twice. `commit` only notes the path and swaps the two.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ class Conv:
 
     @staticmethod
     def row_parts(spec: ConvSpec) -> tuple[int, ...]:
-        """Elements that one row of a step leaves: the convolution's input."""
+        """Count the elements that one row of a step stores: the convolution's input."""
         return (spec.channels,)
 
     @staticmethod
@@ -78,7 +78,7 @@ class Delta:
 
     @staticmethod
     def row_parts(spec: DeltaSpec) -> tuple[int, ...]:
-        """Elements that one row of a step leaves: the rule's key, change and factor."""
+        """Count the elements that one row of a step stores: the rule's key, change and factor."""
         return spec.key_heads * padded(spec.key_dim), spec.heads * spec.value_dim, spec.heads
 
     @staticmethod
@@ -93,10 +93,10 @@ Kinds = Sequence[tuple[Any, Any]]  # of each layer Conv or Delta, and its spec
 class Pair:
     """The two recurrent states of one sequence.
 
-    current  the one that holds what is committed, but for `path`
+    current  the state of all committed rows except `path`
     path     committed rows that are still to be applied, rows of the step that filled the store `at`
     step     the rows that may be committed, which the store `left` holds; the state `next` has the path applied
-    whole    is that step kept whole or not at all? Its rows are in no store, and `next` has them applied
+    whole    whether that step is kept whole or not at all: its rows are in no store, and `next` has them applied
     empty    nothing was committed: the current state is zeros
     """
 
@@ -115,8 +115,8 @@ class Recurrent:
 
     kinds   class and spec of each layer
     memory  per slot two states of all layers, a pair
-    rows    what the rows of a step left, in one of two stores, which all slots share: the next step fills the other
-            one. Where steps of several micro-batches alternate, each of these has two stores of its own, s and 1 - s
+    rows    stored rows of a step, in one of two stores that all slots share: the next step fills the other one. If
+            steps of several micro-batches alternate, each micro-batch has two stores of its own, s and 1 - s
     newest  the store that the last step filled
     """
 
@@ -131,13 +131,13 @@ class Recurrent:
         self.kinds, self.apply_paths, self.stream = kinds, apply_paths, stream
         self.pairs, self.newest = [Pair() for _ in range(slots)], 1
         self.batches = batches
-        self._stores = list(range(1 - batches, batches + 1))  # the one that was filled last comes last
+        self._stores = list(range(1 - batches, batches + 1))  # the latest filled one is last
         self.flip = sum(layer.size(spec) for layer, spec in kinds)  # elements of one of two
         self.memory = zeros(2 * slots * self.flip * 4, stream)
         self.rows = zeros(rows_bytes(kinds, batches), stream)
 
     def layers(self) -> list[Conv | Delta]:
-        """Each layer's, which hold this one; not held here, so that the memory goes with the last of them."""
+        """Return each layer's states, which hold this object, and are not held by it: the last one frees the memory."""
         layers: list[Conv | Delta] = []
         at, row_at, batches = self.memory.address, self.rows.address, self.batches
         for layer, spec in self.kinds:
@@ -152,12 +152,12 @@ class Recurrent:
     def note_step(self, step: Step, runs: Sequence[Run]) -> None:
         """Note a step before its launch; one of more than MAX_DECODE_ROWS rows is committed whole or not at all.
 
-        Paths whose rows the step overwrites are applied first, those of sequences that sat a step out, and paths of its
-        own sequences that lie in the stores of another micro-batch.
+        First the paths are applied whose rows the step overwrites (of sequences without a row in the last step), and
+        paths of its own sequences in the stores of another micro-batch.
         """
         step.order()
         whole = len(step) > MAX_DECODE_ROWS
-        if whole:  # which may run in parts, between which the steps of others overwrite rows
+        if whole:  # it may run in parts, and steps of others between them overwrite rows
             self.apply([run.slot for run in runs if len(self.pairs[run.slot].path)])
         else:
             if self.batches > 1:
@@ -174,10 +174,10 @@ class Recurrent:
             pair.step, pair.left, pair.next, pair.whole = run, self.newest, 1 - pair.current, whole
 
     def _choose_store(self, runs: Sequence[Run]) -> None:
-        """Choose the store that a step fills so that few paths must be applied: those that lie there, of anyone.
+        """Choose the store that a step fills so that few paths, of any sequence, must be applied before.
 
-        Paths of the step's own sequences may lie in the store beside it, which the step reads; others are applied here.
-        Rows of other micro-batches' last steps, of which a path may be committed later, are left alone.
+        Paths of the step's own sequences may lie in the other store, which the step reads; others are applied here.
+        Rows of other micro-batches' last steps, of which a path may be committed later, are kept.
         """
         mine, last = {run.slot for run in runs}, self._stores[-(self.batches - 1) :]
         open_steps = {
@@ -205,11 +205,11 @@ class Recurrent:
 
     @property
     def store_of_paths(self) -> int:
-        """The store that holds the rows of the paths that a noted step applies; a long step applies none."""
+        """Return the store with the rows of the paths that a noted step applies; a long step applies none."""
         return 1 - self.newest
 
     def input(self, slot: int) -> tuple[int, int, Sequence[int]]:
-        """The states that a step reads and writes, counted from slot 0's first, and the path that it applies."""
+        """Return the states that a step reads and writes, counted from slot 0's first, and the path that it applies."""
         pair = self.pairs[slot]
         return 2 * slot + pair.current, 2 * slot + 1 - pair.current, pair.path
 
@@ -236,7 +236,7 @@ class Recurrent:
                 pair.step = None  # its state was there
 
     def snapshot(self, slot: int) -> Any:
-        """A copy of the states with the path applied; None, without memory, of an empty one."""
+        """Copy the states with the path applied; None, without memory, for empty ones."""
         if self.pairs[slot].empty:
             return None
         return self._copy(slot)
@@ -270,7 +270,7 @@ class Recurrent:
         return []
 
     def save_point(self, slot: int) -> list[np.ndarray]:
-        """The states of all layers as they lie on the device, with the path applied."""
+        """Copy the states of all layers in the device's layout, with the path applied."""
         self.stream.copies.make_room(4 * self.flip, room()[0])
         return [self.stream.copies.copy(self._copy(slot)).view(np.float32)]
 
@@ -279,7 +279,7 @@ class Recurrent:
         self._replaced(slot)
 
     def clear(self, slot: int) -> None:
-        """Make the slot a new sequence's."""
+        """Reset the slot for a new sequence."""
         self.pairs[slot] = Pair()
         cupy.cuda.runtime.memsetAsync(self._state(slot), 0, self.flip * 4, self.stream.ptr)
 
@@ -292,10 +292,10 @@ class Recurrent:
 
 
 def rows_bytes(kinds: Kinds, batches: int) -> int:
-    """Device bytes of the rows of steps, for so many micro-batches whose steps alternate."""
+    """Count the device bytes of the rows of steps, for so many micro-batches whose steps alternate."""
     return 8 * batches * MAX_DECODE_ROWS * sum(sum(layer.row_parts(spec)) for layer, spec in kinds)
 
 
 def recurrent_bytes(kinds: Kinds, slots: int, batches: int) -> int:
-    """Device bytes of a Recurrent."""
+    """Count the device bytes of a Recurrent."""
     return 8 * slots * sum(layer.size(spec) for layer, spec in kinds) + rows_bytes(kinds, batches)

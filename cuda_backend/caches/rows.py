@@ -1,4 +1,4 @@
-"""Base of every store of appended rows, whatever its rows hold."""
+"""Base of every store of appended rows: keys and values, or latents."""
 
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -32,7 +32,7 @@ class PoolSlots:
 
     capacity  positions of each
     lengths   committed positions of each, which the pool counts
-    pages     that rows lie in; None: each slot has memory for all of its places
+    pages     pages of the rows; None: each slot has memory for all of its places
     """
 
     capacity: int
@@ -72,7 +72,7 @@ class RowStore(Generic[S]):
         return 0
 
     def commit(self, slot: int, path: list[int]) -> None:
-        if path != list(range(len(path))):  # else its rows lie where they belong
+        if path != list(range(len(path))):  # else its rows are in place
             move_path(of_slot(self.planes, slot), self.lengths[slot], path, self.stream)
 
     def snapshot(self, slot: int) -> Any:

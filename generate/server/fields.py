@@ -151,9 +151,7 @@ def sampling(fields: Fields) -> dict[str, Any]:
     if likeliest:
         found["top_k"] = 1
     if (seed := fields.take("seed", WHOLE)) is not None:
-        found["seed"] = (
-            None if seed == -1 else seed % 2**64
-        )  # -1 is a new one, as in vLLM, also if the server has one
+        found["seed"] = None if seed == -1 else seed % 2**64  # -1 is a new one, as in vLLM, also if the server has one
     return found
 
 

@@ -33,9 +33,7 @@ from generate.server.task import Chat, Task
 from generate.server.thinking import effort_options
 from generate.server.wire import Frame, Parsed, chat_logprobs, dumps, named_sse, new_id, now
 
-ECHOED: dict[
-    str, Any
-] = {  # entries of a request that its response repeats, and their defaults
+ECHOED: dict[str, Any] = {  # entries of a request that its response repeats, and their defaults
     "instructions": None,
     "max_output_tokens": None,
     "metadata": {},
