@@ -99,7 +99,7 @@ inline void encode_group(device uchar* to, thread float* v, uint lane, const dev
             const float other = simd_shuffle_xor(signed_most, lanes);
             low = other_low < low || other_low != other_low ? other_low : low;
             high = other_high > high || other_high != other_high ? other_high : high;
-            const bool tied = abs(other) == abs(signed_most) && (place & lanes);  // the first of equal magnitudes counts
+            const bool tied = abs(other) == abs(signed_most) && (place & lanes);  // the first one, if several have the largest magnitude
             signed_most = abs(other) > abs(signed_most) || tied || other != other ? other : signed_most;
         }
         const float d = FORMAT == KV_Q8_0 ? abs(signed_most) / 127

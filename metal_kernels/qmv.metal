@@ -7,8 +7,8 @@
 // Work      a SIMD group multiplies 4 rows of the matrix with M rows of x: lanes take neighbouring words, a weight is decoded once
 //           for M products; the two SIMD groups of a threadgroup have the same rows of x
 // Assumes   columns a multiple of BLOCK; x and the matrix row-contiguous
-// Numbers   float weights, exact; per lane one fma per product in the order of the columns, whatever t, M and GATHER
-//           are, then simd_sum: the bits of a row do not depend on the other rows
+// Numbers   float weights, exact; per lane one fma per product in the order of the columns, for any t, M and GATHER,
+//           then simd_sum: the bits of a row do not depend on the other rows
 // Bound     the file's bytes once per 8 rows of x (Q6_K 0.82 per weight, where MLX's 8-bit groups take 1.13); per 8
 //           Q6_K weights 43 operations to decode them and 8 M fma, per output one simd_sum (5 shuffles)
 // Tried     nothing yet: not run on a GPU

@@ -9,7 +9,7 @@ from common.models.eagle3_config import Config, is_map, layer_of, prefix_of
 from common.models.target import Target
 from common.quants import dequantize
 from common.tensors import Tensor, same_axes
-from common.weights import Fix, Layout, Matrix, Names, Stored, Table, Vector, columns, dense, composed, rows
+from common.weights import Fix, Layout, Matrix, Names, Stored, Table, Vector, columns, composed, dense, rows
 
 
 def layout(checkpoint: Checkpoint, c: Config, target: Target) -> Layout:

@@ -3,8 +3,8 @@
 // In        q [T][H][D] float16 and keys and values [K][place][D] float16, the step's rows already there
 //           (heads_to_cache.cu)                           Out       out [T][H][DIM] float32
 // Build     formats.cuh; EXACT, of packed rows alone: exact.cuh; D, a multiple of 16 up to 256; DIM: the width of a head of out, at most D, zeros after it in q and cache
-//           IN_PARTS: for `part`, over positions that come a stretch at a time
-//           SPARSE: positions of a block of keys, or of queries, of which `sight` has the bits of choose_blocks.cu; 0: all keys are seen
+//           IN_PARTS: for `part`, which attends to one range of positions per launch
+//           SPARSE: positions of a block of keys and of queries; `sight` has the bits of choose_blocks.cu; 0: all keys are seen
 // Work      rows are (t, query head of the group), 64 per CTA of four warps; tiles of 64 positions, or POSITIONS, up to the rows' last
 //           Rows that are not float16 are unpacked as they are read, in the rotated domain; o is rotated back at the end.
 //           EXACT: first tiles of codes, then the first tiles and the latest ones of float16 rows
@@ -14,10 +14,10 @@
 // Origin    FlashAttention-2 (Dao, arXiv 2307.08691)
 // Tried     packed rows without a bound on CTAs -> bf16 heads of 128 (capability 8.0) and lm4 heads of 64 (9.0) spill 8 bytes
 
-#define STRIDE (D + 8)  // halves; an odd number of 16-byte units, so that ldmatrix meets no bank twice
-#ifdef POSITIONS  // of a tile, where a card has too little shared memory for two of 64
+#define STRIDE (D + 8)  // halves; an odd number of 16-byte units, so that ldmatrix has no bank conflicts
+#ifdef POSITIONS  // positions of a tile, if a card has too little shared memory for two tiles of 64
 #define TILE POSITIONS
-#define ONE_TILE true  // keys and values take turns in one place
+#define ONE_TILE true  // keys and values use one place alternately
 #else
 #define TILE TILE_POSITIONS
 #define ONE_TILE false
@@ -30,7 +30,7 @@
 #define AND_BLOCKS , 2
 #elif D > 64
 #define AND_BLOCKS
-#else  // left to itself the compiler spills for one block more
+#else  // without the bound the compiler spills to fit one block more
 #define AND_BLOCKS , __CUDA_ARCH__ < 800 ? 2 : __CUDA_ARCH__ < 900 || EXACT || KEYS == TURBOQUANT ? 3 : 4
 #endif
 
@@ -163,7 +163,7 @@ __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], floa
     wait_all_but<0>();
 }
 
-// The sums of a row over the four lanes that hold it, after the last tile.
+// Adds up the sums of a row over the four lanes that hold it, after the last tile.
 __device__ __forceinline__ void add_lanes(float (&l)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -234,7 +234,7 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
     extern __shared__ __align__(16) u16 shared[];
     u16 *qs = shared, *ks = qs + 64 * STRIDE, *vs = ONE_TILE ? ks : ks + TILE * STRIDE;
     Run run = step->run[0];  // a long step has one sequence
-    run.first = 0;           // known here, for registers
+    run.first = 0;           // a constant here, to save registers
     const Mask mask(step, run, run.first, positions, window, sinks, 0);
     const int group = H / K, rows = T * group, head = blockIdx.y, lane = threadIdx.x % 32;
     const int first_row = (gridDim.x - 1 - blockIdx.x) * 64;  // the longest first
@@ -242,7 +242,7 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
     float o[D / 8][4] = {}, m[2], l[2] = {0.0f, 0.0f};
     m[0] = m[1] = -__int_as_float(0x7f800000);
     load_queries(qs, q, first_row, group, H, head * group, rows);
-#if !EXACT && !SPARSE && __CUDA_ARCH__ >= 800  // the others have no register for it: attention.py whole
+#if !EXACT && !SPARSE && __CUDA_ARCH__ >= 800  // other builds have no register for it: attention.py whole
     if constexpr (!PACKED) keys = of_slot(keys, run.slot), values = of_slot(values, run.slot);
 #endif
     keys.rows = head_at(keys, head, row_bytes(KEYS, D)), values.rows = head_at(values, head, row_bytes(VALUES, D));
@@ -294,8 +294,8 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
     }
 }
 
-// The same over positions [from, to), which lie at the planes' places from 0 on, a head of keys per head of q; launched for one
-// stretch after the other, from 0 on. Until a row has all of its positions, out holds its sums, and `held` [T][H][4] the largest
+// Attention over positions [from, to), which are at the planes' places from 0 on, a head of keys per head of q; launched for one
+// range after the other, from 0 on. Until a row has all of its positions, out holds its sums, and `held` [T][H][4] the largest
 // score and the sum of weights of each of the four lanes: the bits are those of one launch. `from` is a multiple of TILE.
 extern "C" __global__ void __launch_bounds__(128 AND_BLOCKS)
 part(const u16* q, Plane keys, Plane values, int H, const StepState* step, const int* positions, int T, float scale, int from, int to,

@@ -13,7 +13,7 @@ __device__ __forceinline__ u32 ordered(float f) {
 }
 
 // k of E experts, by logits [T][E]; bias [E] is null for softmax. weights [T][k], or [T][k + 1] with a shared expert's,
-// which is the sigmoid of its logit in `gate` where it is gated, else 1. ids: where single.cu leaves them, or null.
+// which is the sigmoid of its logit in `gate` where it is gated, else 1. ids: address to which single.cu writes them, or null.
 struct Choice {
     const float *logits, *bias;
     float* weights;
@@ -32,8 +32,8 @@ __device__ __forceinline__ void biases(float (&added)[PER], const Choice& of) {
     }
 }
 
-// Addresses from the table: a lane keeps those of its experts, as far as there are registers for them; with more of them the
-// address is found after the choice.
+// Addresses from the table: a lane keeps those of its experts if there are registers; with more experts the address is read
+// after the choice.
 #define ADDRESSES (PER <= 8 ? PER : 1)
 __device__ __forceinline__ void places(u64 (&at)[ADDRESSES], const Matrices& of, bool some) {
     const int lane = threadIdx.x % 32;
@@ -42,7 +42,7 @@ __device__ __forceinline__ void places(u64 (&at)[ADDRESSES], const Matrices& of,
     for (int i = 0; i < ADDRESSES; i++) at[i] = PER <= 8 && some && i * 32 + lane < of.count ? of.table[i * 32 + lane] : 0;
 }
 
-// Where expert `id` lies, which every lane asks for.
+// The address of expert `id`, for every lane.
 __device__ __forceinline__ const u8* place_of(const u64 (&at)[ADDRESSES], const Matrices& of, int id) {
     if (PER > 8) return matrix_at(of, id);
     u64 mine = 0;
@@ -57,7 +57,7 @@ __device__ __forceinline__ float shared_weight(const Choice& of, int t) {
     return of.gated ? sigmoid(load_one(of.gate, row_of(of.gate, t))) : 1.0f;
 }
 
-// The best k of a row: put(j, id, probability) in every lane, and the sum of those.
+// Finds the best k of a row: calls put(j, id, probability) in every lane, and returns the sum of the probabilities.
 template <class Put>
 __device__ __forceinline__ float choose(const Choice& from, const float* logits, int k, const float (&added)[PER], Put put) {
     const int lane = threadIdx.x % 32, E = from.E;
@@ -83,7 +83,7 @@ __device__ __forceinline__ float choose(const Choice& from, const float* logits,
         for (int i = 0; i < PER; i++)
             if (key[i] > best) best = key[i], at = i * 32 + lane, of = p[i];
         const u32 most = __reduce_max_sync(FULL, best);
-        const int id = E - (int)__reduce_max_sync(FULL, best == most ? E - at : 0);  // of equals the first
+        const int id = E - (int)__reduce_max_sync(FULL, best == most ? E - at : 0);  // the first among equals
 #pragma unroll
         for (int i = 0; i < PER; i++)
             if (i * 32 + lane == id) key[i] = 0;

@@ -3,7 +3,7 @@
 // In        q [T][H][D] float16; keys [K][place][D] float16 of one sequence, the step's rows already there
 // Out       means of whole blocks of keys [block][K][D], and of the step's queries times `scale` [block][H][D], float32
 //           sight [K][block of the step][words]: a bit for each block of keys
-// Build     BLOCK: positions of a block; SINKS and LATEST: blocks that are seen in any case; MOST: others; MASS: the share of the
+// Build     BLOCK: positions of a block; SINKS and LATEST: blocks that are always seen; MOST: others; MASS: the share of the
 //           predicted attention, in thousandths, that is enough
 // Work      means: a CTA per block and head, a thread for two columns. choose: a CTA per block of the step and head of keys: shares of
 //           attention by the means, averaged over the queries' heads; then the largest of them, one after the other
@@ -90,7 +90,7 @@ choose(const float* of_keys, const float* of_queries, int H, int K, int D, int f
             if (shares[b] > best) best = shares[b], at = b;
         const float largest = block_max(best, scratch);
         if (largest < 0.0f) break;
-        const int chosen = -(int)block_max(best == largest ? (float)-at : (float)-own, scratch);  // of equal shares the first
+        const int chosen = -(int)block_max(best == largest ? (float)-at : (float)-own, scratch);  // the first of equal shares
         if (thread == 0) bits[chosen / 32] |= 1u << chosen % 32, shares[chosen] = -1.0f;
         mass += largest;
         __syncthreads();

@@ -13,7 +13,7 @@
 #define FOURS ((DK + 127) / 128)          // fours of channels per lane, 128 apart
 #define BEFORE (TAPS > 1 ? TAPS - 1 : 0)  // rows before one that its convolution reads
 
-// What a step keeps of a convolution, and what it finds.
+// Inputs of a convolution, and the rows and tails that a step stores.
 struct Conv {
     const float* taps;
     float* tail;
@@ -26,13 +26,13 @@ struct Conv {
 struct Head {
     const float* p;   // of row 0 of the input
     int first, wide;  // of the convolution's; how many there are
-    int width;        // zeros follow up to here
-    float norm;       // 0, or what a row of length 1 is multiplied by
+    int width;        // padded with zeros up to here
+    float norm;       // 0, or the factor of a row normalized to length 1
 };
 
 __device__ __forceinline__ float plus(float a, float b) { return a + b; }
 
-// The next N partial sums of what lies at p[0], p[1], ..., in order, all reads in flight.
+// Adds the next N partial sums at p[0], p[1], ..., in order, with all reads in flight.
 template <int N, int R, class V>
 __device__ __forceinline__ void add_some(V (&sum)[R], const float* (&p)[R], s64 stride) {
     V e[N + 1][R];

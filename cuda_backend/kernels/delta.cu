@@ -9,8 +9,8 @@
 // Out       NORM: (T, Hv * 128) in the forms of store.cuh; else out.dense [T][Hv][DV] before the norm
 // Build     DK, a multiple of 16 up to 256; DIM: the width of a key, at most DK, zeros after it in the state
 //           TAPS: of the convolution, 0 without; NORM: with the gated norm, DV = 128 and compute capability 9.0
-//           ALONE: a step of one row, which needs no prepare.cu: what three value heads share of a key head is computed by each
-//           then, which costs less than a launch; PARTIALS, A_PARTIALS, B_PARTIALS as prepare.cu; the names of store.cuh
+//           ALONE: a step of one row without prepare.cu: each of three value heads computes the shared work of a key head itself,
+//           which takes less time than a launch; PARTIALS, A_PARTIALS, B_PARTIALS as prepare.cu; the names of store.cuh
 //           WIDE: 64, or 32 without NORM and ALONE, of few heads: twice the CTAs, each with half of the warps that share a
 //           multiprocessor
 // Work      a CTA per value head and WIDE columns, two of them a cluster under NORM. A warp per 8 columns runs the recurrence: 16 lanes share
@@ -18,14 +18,14 @@
 //           last one; chunks have equal length, so that neither group waits for a short one.
 //           The committed path is applied first, and its result written beside the old matrix; this step's
 //           rows are kept as (k, change, factor) for the next. A row's result is that of the matrix before it, faded, and of its
-//           change times k . q: a leaf of a tree leaves the matrix as it is. A tree is computed depth first, leaves first, as the
-//           step's `line` says. A matrix that several rows with children go on from is saved for them: the innermost in
+//           change times k . q: a leaf of a tree does not change the matrix. A tree is computed depth first, leaves first, as the
+//           step's `line` says. A matrix that several rows with children continue is saved for them: the innermost in
 //           registers, one in shared memory, and more, which few trees have, in `spill`
 // Assumes   a step of more than MAX_DECODE_ROWS rows is a chain (kind 1); it leaves its own matrix
 // Numbers   float32; every way to reach a state applies the same operations in the same order, so a row of a chain or a
 //           tree equals the row that plain decoding computes, bit for bit
 // Bound     bytes of the matrix, read and written once; from about 8 rows the recurrence, 200 instructions per warp and row
-// Tried     us per layer, variant against what was here then (Qwen3.6-27B, one H200); docs/experiments/recurrent.md has more.
+// Tried     us per layer, variant against the kernel of that time (Qwen3.6-27B, one H200); docs/experiments/recurrent.md has more.
 //           one launch for any number of rows -> 52.8 against 33.4 at 64 rows, 6.1 against 8.3 at 2: six CTAs convolve each query and
 //             key
 //           the committed path brought to shared memory by other warps -> 0.3 to 0.6 less for a path of 8 rows, 0.4 to 0.7 more for
@@ -150,7 +150,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             const int part = lane % 16;
             float4 key[SHARE][NJ], query[SHARE][NJ], value[SHARE];
             depend();
-            if (n > 0) {  // rows after the last are it once more, and nobody reads them
+            if (n > 0) {  // after the last row it is read again, and not used
 #pragma unroll
                 for (int j = 0; j < SHARE; j++) {
                     const s64 row = base + first + min(j * HELPERS * 2 + thread / 16, n - 1), from = (row * Hk + hk) * DK;
@@ -229,7 +229,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
 #endif
 #if ALONE
             Run alone = run;
-            alone.first = alone.path = 0;  // known here, for registers
+            alone.first = alone.path = 0;  // a constant here, to save registers
             const Conv conv = {taps, tail, tail_flip, raw_rows, 2 * Hk * DIM + Hv * DV};
             if (c == 0 && warp < 3) {  // q, k, v
                 const bool first_of_key = (int)blockIdx.y == 0 && h < Hk;
@@ -275,7 +275,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     }
 
     const int warp = threadIdx.x / 32, part = lane % 16;
-    // a lane's four columns, those of them that exist, and the one whose sums it gets
+    // a lane's four columns, the number of them that exist, and the column whose sums it gets
     const int local = warp * 8 + lane / 16 * 4, column = c0 + local, left = min(4, DV - column);
     const int own = local + part % 4;
     const s64 at = ((s64)h * DV + min(column, DV - 1)) * DK;
@@ -316,7 +316,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     float4 held[4][NJ];
 #endif
     float4* saved = (float4*)(moves + MAX_DECODE_ROWS) + (NORM ? (2 * CHUNK * WIDE + CHUNK * 128 + 8) / 4 : 0);  // to the end
-    // The row before's matrix is saved under a number, or the one that was comes back.
+    // The previous row's matrix is saved under a number, or a saved one is loaded.
     auto move_matrix = [&](int move) {
         const int number = move & 7;
         const bool saves = move & 8;
@@ -340,7 +340,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
                 s[k / NJ][k % NJ] = at[k * TEAM + t];
     };
 #endif
-    depend();  // no kernel of the step writes what has been read so far
+    depend();  // no kernel of the step writes the data read so far
     both_have_begun();
     if (chunks) __syncthreads();
 #pragma unroll 1

@@ -1,6 +1,6 @@
 // delta_each: the delta rule for a row of each of many sequences, and with NORM the gated norm after it
 // Meaning   common/ops.py delta_mixer                     Launcher  cuda_backend/recurrent.py
-// In        queries, keys, values, gates: as prepare.cu leaves them; z (T, Hv, DV); the state as delta.cu
+// In        queries, keys, values, gates: as prepare.cu writes them; z (T, Hv, DV); the state as delta.cu
 // Out       NORM: (T, Hv * 128) in the forms of store.cuh; else out.dense [T][Hv][DV] before the norm
 // Build     DK as delta.cu; NORM: with the gated norm, DV = 128; the names of store.cuh
 // Work      a CTA per value head and sequence: eight warps take 64 columns at a time, a warp eight of them as in delta.cu. The
@@ -65,7 +65,7 @@ delta_each(const StepState* step, int Hk, int Hv, int DV, float* matrix, s64 fli
             for (int c = 0; c < 4; c++) fade(s[c], factor), add(s[c], k, change[c]);
         }
         write_matrix(s, to + (s64)min(column, DV - 1) * DK, part, min(4, DV - column));
-        float4 query[NJ];  // read again, for registers
+        float4 query[NJ];  // read again, to save registers
         read_fours(query, queries + ((s64)number * Hk + hk) * DK, part);
         const float both = sum_of_sixteen(part_of_dot(key, query));
         float with_key[4], with_query[4];

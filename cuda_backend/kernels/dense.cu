@@ -26,7 +26,7 @@ struct __align__(16) Eight {
 #ifndef ROWS
 #define ROWS 1
 #endif
-// Eights of weights per lane that are requested before there is a row to multiply; of F32, 8 spill on sm_120.
+// Eights of weights per lane that are requested before the first row; for F32, 8 spill on sm_120.
 #if defined(F32) && __CUDA_ARCH__ >= 1200
 #define AHEAD (ROWS == 1 ? 6 : 2)
 #else
@@ -39,7 +39,7 @@ dense(Matrices of, const float* x, float* out, int N, int K, int T, s64 row_stri
     release_next();
     const int lane = threadIdx.x % 32, row = blockIdx.y * 8 + threadIdx.x / 32, first = blockIdx.x * ROWS;
 #ifdef EXPERTS
-    depend();  // even which weights to read comes from the kernel before
+    depend();  // the previous kernel also decides which weights are read
     const W* weights = (const W*)of.table[ids[first]] + (s64)row * K;
 #else
     const W* weights = (const W*)of.first + (s64)row * K;
@@ -58,7 +58,7 @@ dense(Matrices of, const float* x, float* out, int N, int K, int T, s64 row_stri
     for (int c = 0; c < ROWS; c++) xs[c] = x + (s64)(min(first + c, T - 1) / x_divisor) * K;
     float acc[ROWS] = {}, factor[ROWS];
 #pragma unroll
-    for (int c = 0; c < ROWS; c++) {  // of a norm that has still to divide by the root of the mean of `squares`
+    for (int c = 0; c < ROWS; c++) {  // factor of a deferred norm: 1 / the root of the mean of `squares`
         float sum = 0.0f;
         for (int i = lane; i < parts; i += 32) sum += squares[(s64)min(first + c, T - 1) * parts + i];
         factor[c] = parts ? 1.0f / sqrtf(warp_sum(sum) / columns + eps) : 1.0f;

@@ -16,10 +16,10 @@
 //             (H200)
 
 #define BINS 2048
-#define FLIGHT 8  // loads of a thread that are under way together: one CTA has only these to hide their latency
+#define FLIGHT 8  // loads of a thread in flight together: one CTA has only these to hide latency
 #define ONE 1099511627776.0
 
-struct Draw {  // how a row is drawn
+struct Draw {  // parameters by which a row is sampled
     double temperature, top_p, uniform;
     u64 least;
     int top_k, row;
@@ -66,8 +66,8 @@ extern "C" __global__ void weigh_each(const float* logits, int V, const u64* bes
     weigh_row(logits, V, best, pieces, draw.row, draw.temperature, draw.top_k || draw.top_p < 1.0, probabilities, bins);
 }
 
-// What is kept: tokens whose key is larger, and the first `ties` of those with it, of `probability` each; above: the sum of
-// the larger ones.
+// The kept tokens: those with a larger key, and the first `ties` tokens with this key, of `probability` each; above: the sum of
+// the probabilities of larger keys.
 struct Cut {
     u32 key;
     u64 ties, probability, above;
@@ -78,12 +78,12 @@ struct Shared {
 
 __device__ __forceinline__ void sum_by_warp(Shared& shared, u64 a, u64 b) {
     for (int m = 16; m; m >>= 1) a += __shfl_xor_sync(FULL, a, m), b += __shfl_xor_sync(FULL, b, m);
-    __syncthreads();  // the sums before these have been read
+    __syncthreads();  // the previous sums have been read
     if (threadIdx.x % 32 == 0) shared.sums[0][threadIdx.x / 32] = a, shared.sums[1][threadIdx.x / 32] = b;
     __syncthreads();
 }
 
-// The shortest prefix with probabilities (of 0) or tokens (of 1) of `need`, which all together have.
+// The shortest prefix whose probabilities (of 0) or tokens (of 1) reach `need`, which all tokens together reach.
 __device__ Cut cut_at(u64 need, int of, const float* logits, const u64* probabilities, int V, const u64* bins, Shared& shared) {
     u64 above = 0, sought = 0, key = 0;  // of larger keys: probabilities, and what `need` counts
     for (int high = 32, low = 21;; high = low, low = low == 21 ? 10 : 0) {
@@ -120,7 +120,7 @@ __device__ Cut cut_at(u64 need, int of, const float* logits, const u64* probabil
     }
 }
 
-struct OfAll {  // what all rows are drawn by, and the number of each
+struct OfAll {  // parameters of all rows, and the random number of each
     int k;
     double p;
     u64 weight;
@@ -131,7 +131,7 @@ struct OfAll {  // what all rows are drawn by, and the number of each
     __device__ __forceinline__ double uniform() const { return numbers[blockIdx.x]; }
     __device__ __forceinline__ int row() const { return blockIdx.x; }
 };
-struct OfRow {  // in shared memory, read each time that it is used: registers are short
+struct OfRow {  // in shared memory, read at each use to save registers
     const volatile Draw* draw;
     __device__ __forceinline__ int top_k() const { return draw->top_k; }
     __device__ __forceinline__ double top_p() const { return draw->top_p; }

@@ -83,7 +83,7 @@ __device__ __forceinline__ void write_ggml(u8* to, int lane, float4 v, bool ours
 #pragma unroll
         for (int m = 1; m < 8; m <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, m)), low = fminf(low, __shfl_xor_sync(FULL, low, m));
         d = (top - low) / (five ? 31.0f : 15.0f), from = low;
-    } else {  // the first of the largest magnitudes
+    } else {  // the first one, if several have the largest magnitude
         top = v.x;
         if (fabsf(v.y) > fabsf(top)) top = v.y;
         if (fabsf(v.z) > fabsf(top)) top = v.z;
@@ -147,7 +147,7 @@ __device__ __forceinline__ void write_row(u8* row, int chunk, int lane, float4 v
     }
 }
 
-// The same of a head of q, whose row is float16, of keys or of values.
+// As above for a head of q, whose row is float16, of keys or of values.
 template <int WIDE>
 __device__ __forceinline__ void store_row(bool is_q, bool is_k, u8* row, int chunk, int lane, float4 v) {
     if ((is_q || is_k) ? TURN_KEYS : TURN_VALUES) v = rotated<wht_group(WIDE)>(v, lane);
@@ -159,8 +159,8 @@ __device__ __forceinline__ void store_row(bool is_q, bool is_k, u8* row, int chu
         write_row<VALUES, WIDE>(row, chunk, lane, v);
 }
 
-// The same beside float16 rows that attention reads exactly, of keys with `exact.mean` and `exact.scale` at `at`, and beside
-// what exact.cuh kept_query gave. Returns what the lane's values of q add to exact.shift.
+// As above, and writes float16 rows that attention reads exactly, keys with `exact.mean` and `exact.scale` at `at`, and the
+// query of exact.cuh kept_query. Returns the part of the lane's values of q in exact.shift.
 template <int WIDE>
 __device__ __forceinline__ float store_both(const Exact& exact, s64 at, bool is_q, bool is_k, u8* row, u8* exact_row, u8* query_row, int chunk, int lane,
                                             float4 v) {

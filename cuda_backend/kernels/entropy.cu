@@ -12,7 +12,7 @@
 #define THREADS 256
 #define OWN 16   // logits of a thread
 
-// The sums of exponentials d away from their maximum, by a greater one.
+// Rescales sums of exponentials to a maximum that is larger by d.
 __device__ __forceinline__ float2 lowered(float2 sums, float d) {
     const float by = d == 0.0f ? 1.0f : expf(d);
     return by > 0.0f ? make_float2(sums.x * by, (sums.y + d * sums.x) * by) : make_float2(0.0f, 0.0f);
@@ -29,7 +29,7 @@ partial(const float* logits, int V, int excluded, u64* keys, float2* sums) {
     float v[OWN];
     u64 key = 0;
 #pragma unroll
-    for (int i = 0; i < OWN; i++) v[i] = row[min(first + i * THREADS + t, V - 1)];  // a conditional read waits for the one before it
+    for (int i = 0; i < OWN; i++) v[i] = row[min(first + i * THREADS + t, V - 1)];  // the compiler would make a conditional read wait for the previous one
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         const int id = first + i * THREADS + t;

@@ -16,11 +16,11 @@ struct Exact {
     const int* positions;      // [T] of the rows of the step
     int own, slots, first, recent;  // elements from the statistics of a row, and of a slot, to the next; 0: they are shared
 };
-// Where the statistics of row t of a sequence begin.
+// Offset of the statistics of row t of a sequence.
 __device__ __forceinline__ s64 statistics_of(const Exact& exact, int t, int slot) { return (s64)t * exact.own + (s64)slot * exact.slots; }
 
-// Where the queries of a KV head are kept for calibration, of which row t keeps one: that of query head `of` of its group, where
-// it has the turn. Rows that ask nothing (H = 0) keep zeros in the place of head `of` of the keys. Null: nothing is kept.
+// Address at which row t keeps a query of a KV head for calibration: the query of head `of` of its group, if it is this head's
+// turn (position % heads of a group). Rows without queries (H = 0) keep zeros in the place of head `of` of the keys. Null: none.
 __device__ __forceinline__ u8* kept_query(const Exact& exact, int slot, int t, int place, bool is_q, bool is_k, int of, int H, int K,
                                           int bytes) {
     const int group = H / K;

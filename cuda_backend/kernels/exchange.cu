@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(128, 4) gather(In x, int K, int fou
     meet<true>(x, K, fours, peers, m, out);
 }
 
-// Count the exchanges of a step that is over, the last of them of `last` fours.
+// Counts the exchanges of a finished step, whose last one had `last` fours.
 extern "C" __global__ void count_exchanges(u32* state, int exchanges, int last) {
     begin();
     if (threadIdx.x == 0) state[0] += exchanges, state[2] = last;

@@ -8,17 +8,17 @@
 // Build     one type of tile.cuh; COLS 8 (steps) or 32 (prefill); STAGES; BLOCKS of a multiprocessor; CP_ASYNC to
 //           force the sm_80 ring
 // Work      256 threads multiply, one 16-row tile per warp; warp 8 loads units to a ring and gathers the rows of x.
-//           CTAs take the items (group, row block, part of k) in turn
+//           each CTA computes items (group, row block, part of k), gridDim.x apart
 // Assumes   rows padded to 128 and columns to KBLOCK in w and x
 // Numbers   as linear.cu; the result of a row depends on its matrix alone, not on COLS, its group or its place there
 // Bound     bytes of the chosen matrices; each is read once if one group holds all of its rows
 // Tried     tokens per second at one row: variant against the kernel of that time (one H200); docs/experiments/mixtures.md has more.
-//           k cut for three CTAs per multiprocessor -> GLM 386 against 424, Laguna 492 against 545: only two are resident
-//           k cut for one CTA -> GLM 364 against 424, Laguna 532 against 545: loads of one CTA do not hide each other's latency
+//           k divided for three CTAs per multiprocessor -> GLM 386 against 424, Laguna 492 against 545: only two are resident
+//           k divided for one CTA -> GLM 364 against 424, Laguna 532 against 545: loads of one CTA do not hide each other's latency
 //           no overlap with the previous kernel, to leave room for the shared expert -> GLM 316 against 325, Laguna 444 against 441
 //           the shared expert after the experts, on one stream -> Laguna 381 against 406: three more kernels in sequence
 
-#define XROW (HALVES * 160 + (HALVES == 1 ? 32 : 0))  // bytes of a gathered row: two rows meet each bank once
+#define XROW (HALVES * 160 + (HALVES == 1 ? 32 : 0))  // bytes of a gathered row: two rows have no bank conflict
 #define XBYTES (HALVES * 160)  // of which it fills
 #define STAGE (UNIT_BYTES + COLS * XROW)
 
@@ -75,16 +75,16 @@ experts(Matrices of, const u8* x, float* out, int N, int row_blocks, int k_block
 #endif
     }
     if (warp == 8) prefetch_table(of);
-    if (!known) depend();  // even which weights to read comes from the kernel before
-    release_next();        // not before: what comes next takes the groups for granted
+    if (!known) depend();  // the previous kernel also decides which weights are read
+    release_next();        // not earlier: the next kernel reads the groups without waiting
     __syncthreads();
     int at = blockIdx.x, i = 0;  // units so far
     const auto item_of = [&](int n) { return Item(n, groups, row_blocks, k_blocks, parts, row_blocks_inverse, parts_inverse); };
-    Item item = item_of(at);  // read beside the number of groups, whether it is one or not
+    Item item = item_of(at);  // read together with the number of groups, even if there is no such group
     const int items = __ldcg(&groups[0].x) * row_blocks * parts;
 
     if (warp == 8) {  // producer
-        bool late = known;  // are the rows still to come?
+        bool late = known;  // whether the rows are not loaded yet
         for (; at < items; at += gridDim.x) {
             if (i) item = item_of(at);
             const u8* unit = matrix_at(of, item.group.x) + ((s64)item.row_block * k_blocks + item.first_k) * UNIT_BYTES;
@@ -109,7 +109,7 @@ experts(Matrices of, const u8* x, float* out, int N, int row_blocks, int k_block
                 copy(shared_address(ring + s * STAGE), unit, UNIT_BYTES, full + 8 * s, lane);  // while `pair` is being read
                 __syncwarp();
 #if BULK
-                if (late) {  // weights that are known come while the kernel before this one ends
+                if (late) {  // known weights are loaded while the previous kernel ends
                     if (k + 1 < min(PREFETCH, item.units)) continue;
                     depend();
                     for (int n = 0; n < k; n++) gather(n, n);
@@ -132,7 +132,7 @@ experts(Matrices of, const u8* x, float* out, int N, int row_blocks, int k_block
         if (i) item = item_of(at);
         const int pair = lane < item.group.z ? __ldcg(order + item.group.y + lane) : -1;  // of column `lane`
         float factor[2] = {1.0f, 1.0f};
-#if NT == 1  // of a norm that has still to divide by the root of the mean of `squares`: a column for four lanes
+#if NT == 1  // factor of a deferred norm, 1 / the root of the mean of `squares`: a column for four lanes
         if (norm_parts) {
             float sum = 0.0f;
             const int own = __shfl_sync(FULL, pair, lane / 4);

@@ -1,8 +1,8 @@
-// flash: what attention.cu, split.cu and pieces.cu share: tiles of the cache as tensor cores read them, the pieces
-// into which a past is cut, and who sees whom. Positions are absolute; a cache of a window keeps `fixed` rows, then a ring.
+// flash: code shared by attention.cu, split.cu and pieces.cu: tiles of the cache as tensor cores read them, the pieces
+// into which a past is divided, and which rows see which. Positions are absolute; a cache of a window keeps `fixed` rows, then a ring.
 
 #ifndef WINDOWED
-#define WINDOWED 1  // 0: there is no window, which leaves half of the code that finds pieces; it comes from memory in every launch
+#define WINDOWED 1  // 0: no window; the code that finds pieces, loaded from memory in every launch, is then half as long
 #endif
 #define TILE_POSITIONS 64  // fixed and ring are multiples of it
 
@@ -45,7 +45,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u3
 }
 
 // Positions are added up in groups: of 128 up to 4096, of 256 up to 32768, of 1024 up to 131072, of 2048 up to 262144, then of 4096.
-// Each of these ranges counts its groups as if positions from 0 on were in groups of its length, and adds what that leaves out.
+// Each of these ranges counts its groups as if positions from 0 on were in groups of its length, and adds the difference.
 __device__ __forceinline__ int group_begin(int i) {
     int bits = 7, more = 0;
     if (i >= 32) bits = 8, more = 16;
@@ -68,11 +68,11 @@ __device__ __forceinline__ int piece_turns(int pieces) { return 1 << 32 - __clz(
 
 #define MOST_SINGLE 256  // tiles that are pieces by themselves; also in cuda_backend/layout.py
 
-// What split.cu computes apart of what the rows of a step see, in the order of positions, and where its sums lie
+// The pieces of visible positions that split.cu computes separately, in the order of positions, and the places of their sums
 // (cuda_backend/layout.py piece_places). Tiles of committed positions alone are cut into groups, or into tiles where there
-// are `shares` enough; the tiles after them, which hold rows of the step, are pieces each. Of a window the pieces from
-// `low` on and up to `sinks` are seen; their sums lie in turn in the same places, and groups have 128, 256 or 4096
-// positions wherever it is.
+// are `shares` enough; the tiles after them, which hold rows of the step, are one piece each. Of a window the pieces from
+// `low` on and up to `sinks` are seen; their sums use the same places cyclically, and groups have 128, 256 or 4096
+// positions at any position of the window.
 struct Pieces {
     bool single;
     int bits, tail, tails, count, trunk;  // bits: of a tile; tail: where the tails begin; count: without them
@@ -105,7 +105,7 @@ struct Pieces {
         if (i >= count) return trunk + i - count;
         return i < kept || !turns ? (*this)[i] : kept + ((*this)[i] & turns - 1);
     }
-    // Pieces and tails that begin before `group` does.
+    // The number of pieces and tails that begin before `group`.
     __device__ int before(int group) const {
         const int position = even ? group << group_bits : group_begin(group), n = single ? position >> bits : group;
         if (position > tail) return count + min(tails, (position - tail) >> bits);
@@ -122,7 +122,7 @@ struct Pieces {
 };
 
 // The committed tiles that wide.cu computes, all of whose rows are codes, or all float16: pieces `first` to `first` + `whole` - 1 and,
-// of piece `resumed` (-1: none), the tiles before position `until`, with which split.cu goes on.
+// of piece `resumed` (-1: none), the tiles before position `until`, after which split.cu continues.
 struct WideTiles {
     int first, whole, resumed, until;
     // sinks, recent  of exact.cuh, or 0
@@ -140,9 +140,9 @@ struct WideTiles {
 // or not a number.
 __device__ __forceinline__ float power(float x) { return x >= -126.0f ? __int_as_float((int)x + 127 << 23) : 0.0f; }
 
-// What a CTA takes of a launch of gridDim.x blocks times `each` shares: a run's rows, times `group`, are cut into blocks of `size`,
-// and the pieces that a block sees into `shares`, more of them after a longer past, so that all are about equal. run -1:
-// nothing. By whole warps. Of a step of one run rows first_t and on, at most T.
+// The work of a CTA in a launch of gridDim.x blocks times `each` shares: a run's rows, times `group`, are divided into blocks of
+// `size`, and the pieces that a block sees into `shares`, more after a longer past, so that all are about equal. run -1: none.
+// By whole warps. Of a step of one run rows first_t and on, at most T.
 struct Part {
     int run, block, blocks, share, shares;
 };
@@ -161,12 +161,12 @@ __device__ __forceinline__ Part part_of(const StepState* step, int group, int si
         const bool real = 2 * lane + j < runs;
         const Run& run = step->run[real ? 2 * lane + j : 0];
         blocks[j] = real ? (run.rows * group + size - 1) / size : 0;
-        tiles[j] = (window ? min(run.past, window) : run.past) / TILE_POSITIONS + 4;  // and what a block takes without any
+        tiles[j] = (window ? min(run.past, window) : run.past) / TILE_POSITIONS + 4;  // and the time of a block without pieces
         sum += blocks[j], work += blocks[j] * tiles[j];
     }
 #pragma unroll
     for (int m = 16; m; m >>= 1) sum += __shfl_xor_sync(FULL, sum, m), work += __shfl_xor_sync(FULL, work, m);
-    const float spare = 0.9999f * (float)(all - sum) / (float)work;  // rounding gives out no share too many
+    const float spare = 0.9999f * (float)(all - sum) / (float)work;  // rounding does not create a share too many
 #pragma unroll
     for (int j = 0; j < 2; j++) shares[j] = 1 + (int)(spare * (float)tiles[j]), mine += blocks[j] * shares[j];
     int end = mine;
@@ -183,18 +183,18 @@ __device__ __forceinline__ Part part_of(const StepState* step, int group, int si
             __shfl_sync(FULL, second ? shares[1] : shares[0], owner)};
 }
 
-// Rows first_t.. of a run, at most n, as if those before them were committed.
+// Rows first_t.. of a run, at most n, treating earlier rows as committed.
 struct Mask {
     const u32 (*sight)[ROW_WORDS];
     const int* positions;
     int window, sinks, causal, past, rows, kind;
-    // first  run.first, or 0 where that is known, so that positions are read without a wait for it
+    // first  run.first, or 0 if that is known: positions are then read without waiting for it
     __device__ Mask(const StepState* s, const Run& run, int first, const int* p, int w, int k, int c, int first_t = 0, int n = 1 << 30)
         : sight(s->seen + first), positions(p + first + first_t), window(w), sinks(k), causal(c), past(run.past + first_t),
           rows(min(run.rows - first_t, n)), kind(run.kind) {}
-    // The first position that row t may see, but for those that are kept.
+    // The first position that row t may see, sinks aside.
     __device__ int low(int t) const { return window ? positions[t] - window + 1 : 0; }
-    // The first that any row may; by a whole warp.
+    // The first position that any row may see; by a whole warp.
     __device__ int lowest() const {
         if (!window) return 0;
         int l = low(min((int)threadIdx.x % 32, rows - 1));
@@ -208,7 +208,7 @@ struct Mask {
         for (int w = 0; w < ROW_WORDS; w++) n += __popc(sight[t][w]);
         return n;
     }
-    // The last one, of a chain, whose row j lies at past + j, or of a block.
+    // The last position that row t sees, of a chain, whose row j is at past + j, or of a block.
     __device__ int high(int t) const { return past + (kind == 2 && !causal ? rows - 1 : t); }
     __device__ bool visible(int t, int at) const { return at <= high(t) && (at >= low(t) || at < sinks); }
 };

@@ -1,8 +1,8 @@
 // formats: how the rows of a cache, each a head's vector, are stored; encode.cuh writes rows, decode.cuh reads them
 // Meaning   common/kv_formats.py and common/hadamard.py: the same bytes, arithmetic in the same order
-// Build     KEYS and VALUES: formats below; TURN_KEYS, TURN_VALUES: are vectors rotated before they are stored?
+// Build     KEYS and VALUES: formats below; TURN_KEYS, TURN_VALUES: whether vectors are rotated before they are stored
 // Layout    a row is a run of blocks: of 32 values in ggml's formats and in bfloat16, of `wht_group` values in Lloyd-Max formats, where a
-//           block is a float16 scale and the codes; of TURBOQUANT, keys alone, the norm, that of what tq3_0's codes leave, the
+//           block is a float16 scale and the codes; of TURBOQUANT, keys alone, the norm, the norm of the residual of tq3_0's codes, the
 //           codes and the signs of that residual, rotated once more. Blocks lie at multiples of 2 bytes
 
 enum Format { F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, LM2, LM3, LM4, TQ3_0, TURBOQUANT };
@@ -21,7 +21,7 @@ enum Format { F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, LM2, LM3, LM4, TQ3_0, TUR
 #define TURN_VALUES 0
 #endif
 
-#define PACKED (KEYS != F16 || VALUES != F16)  // else attention reads float16 as it lies
+#define PACKED (KEYS != F16 || VALUES != F16)  // else attention reads float16 as stored
 
 // Values of a head that are rotated together, and share a scale where codes are Lloyd-Max.
 __device__ constexpr int wht_group(int WIDE) { return WIDE % 128 == 0 ? 128 : WIDE % 64 == 0 ? 64 : 32; }
@@ -45,7 +45,7 @@ __device__ __forceinline__ float4 signed_by(u32 w0, u32 w1, u32 w2, u32 w3, int 
 #define SECOND_SIGNS 0x16acee90u, 0x3f628fdcu, 0xb7a5357au, 0xbea56562u
 __device__ constexpr float root_of(int group) { return group == 128 ? 0.08838834764831845f : group == 64 ? 0.125f : 0.17677669529663687f; }
 
-// Of `group` values, the sums with the signs of Sylvester's matrix.
+// Transforms `group` values by Sylvester's matrix of signs.
 template <int GROUP>
 __device__ __forceinline__ float4 hadamard(float4 v, int lane) {
     v = make_float4(v.x + v.y, v.x - v.y, v.z + v.w, v.z - v.w);

@@ -8,7 +8,7 @@
 //           the products of a tile with q, a warp takes a quarter of the channels and half of the positions; eight lanes compute the
 //           softmax of a row; for the output a warp takes an eighth of the latent's columns of all rows. Tiles with rows of the
 //           step are separate pieces; in a branching tree there is one for the heads of each row
-//           whole_rows, spread: for prefill, which expands a stretch of positions to keys and values of every head and attends to it
+//           whole_rows, spread: for prefill, which expands a range of positions to keys and values of every head and attends to it
 //           before it expands the next one (attention.cu part)
 // Numbers   as split.cu: a row of a tree is bitwise identical to the row of plain decoding
 // Bound     bytes of the cache; from about eight rows on the tensor cores
@@ -45,7 +45,7 @@ __device__ __forceinline__ void load_row(u16* buffer, const u16* from) {
         if (i + threadIdx.x % 8 * 8 < W) copy16(to + i * 2, from + i);
 }
 
-// The same of a position of the cache.
+// The same for a position of the cache.
 __device__ __forceinline__ void load_place(u16* buffer, const HeadRows (&planes)[2], int place) {
 #if APART
     const s64 page = planes[0].page_of(place);
@@ -110,12 +110,12 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     // first the pieces that begin within a share of the trunk, then tiles of the tail, of a block of rows or of a tree's row
     for (int job = -1; job < tails; job = job < 0 ? first_job : job + ctas) {
         const Run& run = step->run[own.run];
-        const Mask mask(step, run, first_of_run, positions, 0, 0, 0, first_t, T);  // read again, for registers
+        const Mask mask(step, run, first_of_run, positions, 0, 0, 0, first_t, T);  // read again, to save registers
         const int rows = max(0, mask.rows) * H;
         const int who = job < 0 ? own.block : job / pieces.tails, tree = job >= 0 && run.branches, t_of_tree = tree ? who / parts : 0;
         const int first = tree ? t_of_tree * H + who % parts * ROWS : who * ROWS;
         const int end = min(first + ROWS, tree ? (t_of_tree + 1) * H : rows), seen = tree ? mask.seen(t_of_tree) : 0;
-        const int low = pieces.tail * own.share / own.shares, high = pieces.tail * (own.share + 1) / own.shares;  // the last has the least: it takes tails
+        const int low = pieces.tail * own.share / own.shares, high = pieces.tail * (own.share + 1) / own.shares;  // the last CTA has least work: it takes tails
         int piece = low ? pieces.of(low - 1) + 1 : 0;
         const int after = high ? pieces.of(high - 1) + 1 : 0, tail = job < 0 ? 0 : job % pieces.tails;
         const int begin = job < 0 ? pieces.begin(piece) : pieces.tail + tail * TILE;
@@ -124,7 +124,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
         __syncthreads();
         if (threadIdx.x == 0) first_row = first, end_row = end;
         auto load = [&](int buffer, const HeadRows (&from)[2], int place) { load_place(buffers + buffer * LOAD * STRIDE, from, place); };
-        if (job < 0)  // before this step's rows are there
+        if (job < 0)  // before this step's rows are written
 #pragma unroll 1
             for (int i = 0; i < BUFFERS - LOADS; i++)
                 if (begin + i * LOAD < stop) load(i, planes, begin + i * LOAD + mine);
@@ -145,7 +145,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
                 const int at = begin + i * LOAD + mine, n = at - mask.past;  // number n of the step's rows, or of those seen
                 load(i, own_planes, tree && n >= 0 ? mask.past + line[min(n, seen - 1)] : at);
             }
-        u16* qs = buffers + (BUFFERS - 1) * LOAD * STRIDE;  // until a tile comes there
+        u16* qs = buffers + (BUFFERS - 1) * LOAD * STRIDE;  // until it is overwritten by a tile
         if (first_row + mine < end_row)
             load_row(qs, q + ((s64)(first_of_run + first_t) * H + first_row + mine) * W);
         else
@@ -167,7 +167,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
         for (int at = begin; at < stop; at += TILE) {
             wait_all_but<BUFFERS - 2 * LOADS>();
 #pragma unroll 1
-            for (int i = 0; i < LOADS; i++) {  // to where the tile before this one was
+            for (int i = 0; i < LOADS; i++) {  // to the place of the previous tile
                 const int next = at + (BUFFERS - LOADS + i) * LOAD;
                 if (next < stop) load((buffer + BUFFERS - LOADS + i) % BUFFERS, planes, next + mine);
                 commit();
@@ -350,7 +350,7 @@ gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, in
     if (i < (is_row ? W : wide)) (is_row ? (u16*)cached : q_out + ((s64)t * H + head) * wide)[i] = to_half(v);
 }
 
-// n rows of the cache from position `first` on as float16 [n][W], as they were before they were rotated; a warp per 128 channels.
+// n rows of the cache from position `first` on as float16 [n][W], rotated back; a warp per 128 channels.
 extern "C" __global__ void __launch_bounds__(256) whole_rows(Plane cache, Plane roped, int slot, int first, int n, u16* out) {
 #if APART
     begin();

@@ -16,8 +16,8 @@
 //             row
 //           shared-memory preference set for all kernels -> 7.06 ms a step against 6.88
 
-// The sum x + y, and of it what a norm hands to a product but for the factor that depends on the whole row: linear.cu
-// takes that from `squares` [T][K / 128].
+// The sum x + y, and its norm as a product reads it, without the factor 1 / rms, which linear.cu computes from
+// `squares` [T][K / 128].
 extern "C" __global__ void __launch_bounds__(64, 1)
 add_scale(In x, In y, const float* weight, float* sum, float* squares, Out out) {
     release_next();
@@ -25,7 +25,7 @@ add_scale(In x, In y, const float* weight, float* sum, float* squares, Out out) 
     const bool in = k < out.K;
     float4 w = make_float4(1.0f, 1.0f, 1.0f, 1.0f), v = make_float4(0.0f, 0.0f, 0.0f, 0.0f), other = v;
     if (weight) w = *(const float4*)(weight + at);
-    // the first blocks of a multiprocessor go through it before the wait, too, for nothing: then the code is there
+    // the first blocks of a multiprocessor also run it before the wait, without effect, to load its code
 #pragma unroll 1
     for (int real = t >= 2; real < 2; real++) {
         if (real) {

@@ -1,19 +1,19 @@
-// matrices: of which each row takes some by number: the experts of a layer, or the heads of latent attention
+// matrices: a stack from which each row takes some by number: the experts of a layer, or the heads of latent attention
 
 struct Matrices {  // cuda_backend/prototypes.py MATRICES
-    const u8 *first, *last;  // number 0; the one with number `count`: a shared expert's
+    const u8 *first, *last;  // matrix 0; matrix `count`, of a shared expert
     const u64* table;        // addresses of numbers 0 to count - 1
-    s64 bytes;               // from one to the next; 0: some lie elsewhere, perhaps in host memory
+    s64 bytes;               // bytes from one to the next; 0: some are elsewhere, perhaps in host memory
     int count;
 };
 
 // A matrix whose number has just been read. An address from the table is one more read to wait for: 0.4 us of a launch, even
-// where prefetch_table has been called (docs/experiments/mixtures.md).
+// after prefetch_table (docs/experiments/mixtures.md).
 __device__ __forceinline__ const u8* matrix_at(const Matrices& of, int number) {
     if (number >= of.count) return of.last;
     return of.bytes ? of.first + number * of.bytes : (const u8*)of.table[number];
 }
-// Fetches what matrix_at will read. 16 addresses to a line, of 512 at most; by a warp.
+// Prefetches the addresses that matrix_at will read. 16 addresses to a line, of 512 at most; by a warp.
 __device__ __forceinline__ void prefetch_table(const Matrices& of) {
     const int at = threadIdx.x % 32 * 16;
     if (!of.bytes && at < of.count) prefetch_l1(of.table + at);

@@ -4,11 +4,11 @@ struct Matrix {
     const u8* w;  // units of tile.cuh
     float* out;   // [partial][T][N]
     int N, k_blocks, units;  // of a row block, and of all; units times stripes are less than 2^32 for 2^38 weights
-    int stripes, each;       // into which its units are cut, and how many of them a CTA takes
+    int stripes, each;       // stripes into which its units are divided, and stripes per CTA
     u32 k_blocks_inverse, units_inverse, stripes_inverse;  // for `quotient`
 };
 
-// Packed rows (store.cuh). Where `parts` is not 0 an RMS norm has still to divide them by the root of their mean square, the
+// Packed rows (store.cuh). If `parts` is not 0, the RMS norm is deferred: rows must be divided by the root of their mean square, the
 // sum of `squares` [T][parts] / columns.
 struct Rows {
     const u8* packed;

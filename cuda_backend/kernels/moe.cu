@@ -74,7 +74,7 @@ group(const int* ids, const StepState* step, int T, int k, int E, int cols, int4
     for (int p = threadIdx.x; p < pairs; p += blockDim.x) order[atomicAdd(first + ids[p], 1)] = p;
 }
 
-// y (pairs, C), perhaps partial sums; `other` is added where there is one.
+// y (pairs, C), perhaps partial sums; `other` is added if there is one.
 extern "C" __global__ void combine(In y, const float* weights, int k, int C, In other, int has_other, float* out) {
     begin();
     const int c = blockIdx.x * blockDim.x + threadIdx.x, t = blockIdx.y;
@@ -94,7 +94,7 @@ extern "C" __global__ void combine(In y, const float* weights, int k, int C, In 
     out[(s64)t * C + c] = sum + more;
 }
 
-// x plus that, and what light.cu add_scale leaves of a sum: the same numbers in one launch. All lie in fours.
+// x plus this sum, and the outputs of light.cu add_scale for it: the same numbers in one launch. All are readable as float4.
 extern "C" __global__ void __launch_bounds__(64, 1)
 combine_scale(In y, const float* weights, In other, int has_other, In x, const float* norm_weight, float* sum, float* squares,
               Out out) {

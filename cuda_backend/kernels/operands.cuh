@@ -5,7 +5,7 @@
 // of them, which are decoded together; else it has columns 8 t to 8 t + 7 of each 32, in order.
 __device__ constexpr bool in_halves(Format f) { return is_lloyd_max(f) && f != LM4 && D == 256; }
 
-// Where a row of float16 tiles, which ldmatrix reads, has word i of lane t, and a column among its halves.
+// Position, in a row of float16 tiles that ldmatrix reads, of word i of lane t, and of a column among its halves.
 __device__ constexpr int place_of_word(int i, int t) { return i / 2 * 8 + i % 2 * 4 + t; }
 template <Format F>
 __device__ constexpr int place_of_column(int c) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ void words_at(const u8* from, int odd, u32 (&w)[N]) {
 template <Format F>
 __device__ __forceinline__ void pairs_of(u32 x, u32 y, u32 highs, u32 scale, u32 other, u32 (&out)[16]) {
     const u32 low[2] = {(x & 0x0f0f0f0fu) | (y << 4 & 0xf0f0f0f0u), (x >> 4 & 0x0f0f0f0fu) | (y & 0xf0f0f0f0u)};
-    const u32 swap = (highs ^ highs >> 4) & 0x00f000f0u, high = highs ^ swap ^ swap << 4;  // nibbles of x and of y in turns
+    const u32 swap = (highs ^ highs >> 4) & 0x00f000f0u, high = highs ^ swap ^ swap << 4;  // nibbles of x and of y alternately
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         u32 codes = low[i / 2] >> i % 2 * 2 & 0x33333333u;

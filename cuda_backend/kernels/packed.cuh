@@ -1,4 +1,4 @@
-// packed: rows of x as store.cuh packs them for a step, and where their products go
+// packed: rows of x as store.cuh packs them for a step, and the output of their products
 // Build     one type of tile.cuh, and COLS as layout.py has them
 
 #define XPART (COLS == 1 ? 160 * HALVES : WHOLE ? 2368 : 1152)  // bytes of a row, or of eight rows: of a unit, or 128 columns of it

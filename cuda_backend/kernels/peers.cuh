@@ -15,7 +15,7 @@ struct Peers {
 };
 // state      [0] exchanges of earlier steps, [1] number of an exchange that failed, else 0, [2] fours of the last one of those steps
 // failed     a word of the host, which gets state[1]
-// patience   nanoseconds that a part is awaited
+// patience   nanoseconds to wait for a part
 // index      exchanges of this step that come before, the last of them of `before` fours
 struct Meeting {
     float* received;  // this rank's buffer
@@ -42,7 +42,7 @@ __device__ __forceinline__ float4 load_part(const float4* from) {
 __device__ __forceinline__ bool is_there(float4 v) {
     return __float_as_uint(v.x) != UNSENT && __float_as_uint(v.y) != UNSENT && __float_as_uint(v.z) != UNSENT && __float_as_uint(v.w) != UNSENT;
 }
-// Whether a thread that has polled so often, for the first time `since`, is to give up.
+// Whether a thread that has polled so often, since `since`, must give up.
 __device__ __forceinline__ bool is_late(u32 polls, u64* since, s64 patience) {
     if (polls % 1024) return false;
     u64 now;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void send(const Peers& peers, const Meeting& m, u32 n
         if (r != m.rank) store_part(place_of(peers.of[r], m, number, m.rank, i), own);
 }
 
-// Clear what the exchange before has received, of `threads` threads the share of one.
+// Clears the parts received by the previous exchange: one thread's share of `threads`.
 __device__ __forceinline__ void clear(const Meeting& m, u32 number, int thread, int threads) {
     const float unsent = __uint_as_float(UNSENT);
     const int before = m.index ? m.before : (int)m.state[2];
@@ -76,7 +76,7 @@ __device__ __forceinline__ void clear(const Meeting& m, u32 number, int thread, 
             if (r != m.rank) *place_of(m.received, m, number + 2, r, i) = make_float4(unsent, unsent, unsent, unsent);
 }
 
-// Four number i of all ranks; false where one does not come, or where an earlier exchange of this thread was `lost`.
+// Reads four number i of all ranks; false if one does not arrive, or if an earlier exchange of this thread was `lost`.
 __device__ __forceinline__ bool receive(float4 (&part)[RANKS], const Meeting& m, u32 number, int i, float4 own, bool lost) {
     u64 since = 0;
     for (u32 polls = 1;; polls++) {

@@ -44,7 +44,7 @@ __device__ __forceinline__ float4 times(float4 a, float b) { return make_float4(
 #if WINDOWED || __CUDA_ARCH__ < 1000
 #define BOUND 384  // threads, at most
 #else
-#define BOUND 512  // told the truth, the compiler makes do with 56 registers, and spills
+#define BOUND 512  // with the actual number the compiler limits itself to 56 registers, and spills
 #endif
 
 extern "C" __global__ void __launch_bounds__(BOUND)
@@ -60,7 +60,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     const int own_t = blockIdx.y - run_of_row.first;  // in its run
     const Mask mask(step, run_of_row, run_of_row.first, positions, window, sinks, 0, first_t, T);
     Pieces pieces;
-    const int rows = run_of_row.branches ? mask.seen(own_t) : mask.rows;  // tiles after what a tree's row sees do not exist
+    const int rows = run_of_row.branches ? mask.seen(own_t) : mask.rows;  // there are no tiles after the rows that a tree's row sees
     pieces.cut(tile_bits, mask.past, rows, window, sinks, window ? positions[t] - window + 1 : 0, min(shares, MOST_SINGLE), trunk);
     const int kept = pieces.kept ? pieces.group(pieces.kept - 1) / RUN + 1 : 0;  // runs; after them follow those from `next` on
     const int next = max(kept, pieces.group(pieces.kept) / RUN), runs = kept + pieces.group(pieces.count + pieces.tails - 1) / RUN + 1 - next;
@@ -68,7 +68,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     const float lowest = -__int_as_float(0x7f800000);
     const u32 row = blockIdx.y * H + head, stride = T * H;
     int run = warp / WARPS - teams, i = 0, end = 0;  // pieces from i on, of which a lane knows one
-    u32 at = 0, starts = 0;                          // where its sums lie; bit n: number i + n is another group than the one before
+    u32 at = 0, starts = 0;                          // the place of its sums; bit n: piece i + n is in another group than the one before
     auto advance = [&] {
         i += AT_ONCE;
         int before = -1;  // the group of the last piece
@@ -94,7 +94,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
         float2 stat = make_float2(lowest, 0.0f);
         if (lane < AT_ONCE && i + lane < end) stat = stats[at];
         float e[AT_ONCE][EACH];
-        auto read = [&](int n) {  // after the last piece that again, times 0: a conditional read would wait for the one before it
+        auto read = [&](int n) {  // after the last piece it is read again, times 0: a conditional read would wait for the previous one
             const float* p = from + (u64)__shfl_sync(FULL, at, n) * D;
             if (EACH == 4)
                 *(float4*)e[n] = *(const float4*)p;
@@ -108,7 +108,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
             float4 by;
             load_some(g, gate, place(gate, t, head * DIM + column), gate.inner ? lane * 4 : 0, gate.inner, gate.inner ? DIM - column : 1);
 #pragma unroll 1
-            for (int n = 0; n < 4; n++) {  // four turns bring each to its place
+            for (int n = 0; n < 4; n++) {  // four rotations move each to its place
                 const float x = g[0], y = op == MUL_SIGMOID ? sigmoid(x) : x > 20.0f ? x : log1pf(expf(x));
                 g[0] = g[1], g[1] = g[2], g[2] = g[3], by = make_float4(by.y, by.z, by.w, y);
             }
@@ -161,7 +161,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     all = rotated_back<TURN_VALUES>(all, lane);
 #endif
     all = make_float4(all.x * by.x, all.y * by.y, all.z * by.z, all.w * by.w);
-    if (DIM % 32) {  // dense alone, of a width that fours may not divide
+    if (DIM % 32) {  // dense alone, whose width may not be a multiple of four
         const float v[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll
         for (int i = 0; i < 4; i++)

@@ -15,7 +15,7 @@ __device__ __forceinline__ int place_of(const Plane& p, int position) {
     return position < p.fixed ? position : p.fixed + (position - p.fixed) % p.ring;
 }
 
-// Row number `place` of a head, where the rows of the plane are known to have `bytes`. A tile's rows follow one another.
+// Row number `place` of a head, with rows of `bytes` bytes. A tile's rows are contiguous.
 __device__ __forceinline__ u8* row_at(const Plane& p, int slot, int head, int place, int bytes) {
     if (p.table) slot = p.table[slot * p.pages + place / PAGE], place %= PAGE;
     return p.rows + slot * p.block + (s64)(head * p.capacity + place) * bytes;
@@ -41,12 +41,12 @@ __device__ __forceinline__ const u8* tile_at(const Plane& p, int position, int b
     return rows + (s64)place * bytes;
 }
 
-// The rows of one head of one sequence, for kernels that have no registers to find them in a plane.
+// The rows of one head of one sequence, for kernels without the registers to compute their address from a plane.
 struct HeadRows {
     const u8* rows;
     const int* table;
     s64 block;
-    // Where the page of a place begins, after `rows`; the place becomes that in its page. All planes of a store share pages.
+    // Address of the page of a place, relative to `rows`; `place` becomes the place in this page. All planes of a store share pages.
     __device__ __forceinline__ s64 page_of(int& place) const {
         if (!table) return 0;
         const s64 page = table[place / PAGE];

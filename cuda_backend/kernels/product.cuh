@@ -87,7 +87,7 @@ static_assert(HALVES == 2, "two scales of x");
 // sum += scale * dot: of the four results of a lane, or of its two rows where all columns are one
 __device__ __forceinline__ void add(int (&sum)[ACC], const int (&c)[4], int low, int high) {
 #pragma unroll
-    for (int i = 0; i < ACC; i++)  // beside the tensor cores, which multiply-adds of floats would hold up
+    for (int i = 0; i < ACC; i++)  // parallel to the tensor cores, which multiply-adds of floats would delay
         sum[i] += (i < ACC / 2 ? low : high) * c[i * 4 / ACC];
 }
 // v += sum * scale of x, likewise
@@ -170,7 +170,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NT][ACC], const u8* tile, 
 #endif
 #pragma unroll AT_ONCE
         for (int half = 0; half < HALVES; half++) {
-            if (AT_ONCE < HALVES) asm volatile("" ::: "memory");  // read scales here, not those of both halves before
+            if (AT_ONCE < HALVES) asm volatile("" ::: "memory");  // read scales here, not both halves' scales earlier
             const Scales low(tile, lane / 4, half, SHIFT), high(tile, lane / 4 + 8, half, SHIFT_HIGH);
             int sum[MOST][ACC] = {};
 #ifdef Q2_K

@@ -21,14 +21,14 @@
 #else
 #define BULK 0
 #endif
-// Stages that are requested before a kernel waits for the one before it: more would delay the reads of that kernel. Where
-// single.cu makes its rows it requests all stages, which was faster.
+// Stages that are requested before a kernel waits for the previous one: more would delay reads of that kernel. single.cu with
+// MADE requests all stages, which was faster.
 #define PREFETCH (STAGES < 2 ? STAGES : 2)
 #define IN_FLIGHT 16  // reads of 16 bytes of a lane before 8.0, where a warp has none in flight while it stores
 
 #if __CUDA_ARCH__ < 800
-// 8 bytes, as an mbarrier has: how many have arrived; twice how many must, and the parity of the phase. Nobody arrives for
-// the next phase who has not waited for this one.
+// 8 bytes, as an mbarrier has: how many have arrived; twice how many must, and the parity of the phase. A thread arrives for
+// the next phase only after waiting for this one.
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
     write_shared(barrier, 0), write_shared(barrier + 4, 2 * count);
 }
@@ -78,9 +78,9 @@ __device__ __forceinline__ void give_back(u32 empty, u32 none, const float (&acc
     for (int n = 0; n < TILES; n++) bits |= __float_as_uint(acc[n][0]) | (n % TOGETHER ? 0 : __float_as_uint(acc[n][EACH_TILE - 1]));
     barrier_arrive(empty + (bits & none));
 }
-// 0, which the compiler does not know: shared memory has fewer than 2^20 bytes.
+// 0, but not a constant to the compiler: shared memory has fewer than 2^20 bytes.
 __device__ __forceinline__ u32 zero_of(u32 shared_address) { return shared_address >> 20; }
-// One thread: `full` completes once more when `bytes` have landed.
+// By one thread: `full` completes its next phase when `bytes` have arrived.
 __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
 #if BULK
     asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier), "r"(bytes)
@@ -89,7 +89,7 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
 }
 
 // Copy `bytes` (a multiple of 16) to shared memory; `full` completes when they have landed. The whole producer warp; where BULK,
-// lanes may each copy for themselves as lane 0. `once`: nobody reads them again, so that they need not push anything else out of
+// lanes may each copy for themselves as lane 0. `once`: they are not read again, and need not evict other data from
 // the L2 cache.
 __device__ __forceinline__ void copy(u32 to, const u8* from, int bytes, u32 full, int lane, bool once = false) {
 #if BULK

@@ -104,10 +104,10 @@ single(Matrices of, Choice choice, const u8* x, s64 x_bytes, In y, Out out, int 
 
     depend();
 #if !KNOWN
-    release_next();  // not before: what comes next takes the logits for granted
+    release_next();  // not earlier: the next kernel reads the logits without waiting
 #endif
     float factor = 1.0f;
-    if (norm_parts) {  // of a norm that has still to divide by the root of the mean of `squares`, as experts.cu adds them
+    if (norm_parts) {  // factor of a deferred norm, 1 / the root of the mean of `squares`, added as in experts.cu
         float sum = 0.0f;
         for (int i = lane % 4; i < norm_parts; i += 4) sum += squares[i];
         sum += __shfl_xor_sync(FULL, sum, 1);
@@ -125,7 +125,7 @@ single(Matrices of, Choice choice, const u8* x, s64 x_bytes, In y, Out out, int 
     for (int i = 0; i < units; i++) {
         const int s = i % STAGES;
 #if MADE
-        if (s == 0) {  // the rows of as many units as the ring holds, where their copies would be
+        if (s == 0) {  // the rows of as many units as the ring holds, in the places of their copies
             if (i) meet();
             const int end = min(STAGES, units - i) * KBLOCK;
             for (int c = warp * 128 + lane * 4; c / 128 * 128 < end; c += 1024) {

@@ -9,7 +9,7 @@
 //           code = rint(x / scale), scale = largest magnitude of 128 columns, where fine 32, / 127; NaN reaches it and so the
 //           result
 // Build     ONLY: rows are packed, with a scale per 128 columns, and nothing else: each alone (1) or in eights (8). A kernel
-//           that runs for 2 us waits for its code, of which that is the larger part
+//           that runs for 2 us waits for its code, most of which is this code
 
 #ifndef ONLY
 #define ONLY 0
@@ -24,7 +24,7 @@ struct Out {
 
 // Columns k to k + 3 of row `t`, lane by lane: where they are packed a warp holds 128 columns from a multiple of 128 on, or
 // eight lanes 32 where they are fine.
-// `ours`: are they to be stored?
+// `ours`: whether to store them
 __device__ __forceinline__ void store_four(const Out& out, int t, int k, float4 four, bool ours = true) {
     const float v[4] = {four.x, four.y, four.z, four.w};
     const int left = ours ? out.K - k : 0;

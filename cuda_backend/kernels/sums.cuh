@@ -16,7 +16,7 @@ __device__ __forceinline__ void load_sums(float4& x_sum, float4& y_sum, const fl
     x_sum = y_sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int first = 0; first < PARTIALS + OTHERS; first += AT_ONCE) {
-        if (first) asm volatile("" ::: "memory");  // else the compiler reads more, and spills
+        if (first) asm volatile("" ::: "memory");  // otherwise the compiler has more reads in flight, and spills
         float4 e[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {

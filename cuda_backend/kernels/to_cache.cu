@@ -3,12 +3,12 @@
 // In        q, k, v (T, heads, D) float32 as partial sums     Out  q_out [T][H][D] and the step's rows of the cache
 // Build     D, formats.cuh; ALONE: the step has one row
 // Work      a warp per head, or, where it has more partial sums than a warp reads at once, four, each for every fourth of them,
-//           whose first then norms, turns and stores it. Angles and weights before the wait for the kernel before. Few warps:
-//           `split`, which takes whole multiprocessors, starts beside them
+//           of which the first then norms, rotates and stores it. Angles and weights are loaded before the wait for the previous kernel.
+//           Few warps, so that `split`, which takes whole multiprocessors, starts beside them
 // Assumes   norm, rope and their parameters are the same for q and k; pairs is 0 or a power of two from 4 to 64
 // Bound     launches
-// Tried     variant against what was here then (one H200).
-//           where the result goes found before the wait -> step of one row of Laguna-XS.2 1.44 ms against 1.46 (one H100), kept there;
+// Tried     variant against the kernel of that time (one H200).
+//           addresses of the result computed before the wait -> step of one row of Laguna-XS.2 1.44 ms against 1.46 (one H100), kept there;
 //             of 16 rows 2.39 against 2.355, whether eight loads are in flight or four (docs/experiments/steps.md)
 //           angles of rope read ahead -> 6.4 us against 6.2: partial sums take its time, not angles
 //           eight warps per head -> `split` 12.1 us against 9.5 at 16 rows of Qwen3.6-27B: they held the registers that its CTAs need
@@ -18,13 +18,13 @@
 #define ALONE 0
 #endif
 #if ALONE
-#define BOUND 128, 1  // else the compiler saves registers, and loads wait for those before them
+#define BOUND 128, 1  // otherwise the compiler saves registers, and loads wait for earlier ones
 #else
 #define BOUND 128
 #endif
 #define AT_ONCE (1024 / D)  // partial sums in flight; also in cuda_backend/attention.py
 
-// Every `step`th partial sum from `first` on, added in order. After the last one it is read again, for nothing: prelude.cuh
+// Every `step`th partial sum from `first` on, added in order. After the last one it is read again, and not used: prelude.cuh
 // sum_of_partials.
 __device__ __forceinline__ void add_partials(float4 (&sum)[PARTS], const float* from, const In& x, int first, int step) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// top_k: the k likeliest tokens of each row, best first, with their log-probabilities; a NaN in the row gives ids of -1
+// top_k: the k most probable tokens of each row, best first, with their log-probabilities; a NaN in the row gives ids of -1
 // Meaning   common/sampling.py top_k; of equal logits the smaller id comes first   Launcher  cuda_backend/sampling.py
 // In        logits [T][V] float32; k up to 64
 // Out       ids [T][k] int32, logp [T][k] float32
@@ -81,7 +81,7 @@ partial(const float* logits, int V, int k, u64* keys, float2* sums) {
     const float low = -__int_as_float(0x7f800000);
     float v[OWN], top = low, sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < OWN; i++) v[i] = row[min(first + i * THREADS + t, V - 1)];  // a conditional read waits for the one before it
+    for (int i = 0; i < OWN; i++) v[i] = row[min(first + i * THREADS + t, V - 1)];  // a conditional read would wait for the previous one
 #pragma unroll
     for (int i = 0; i < OWN; i++) top = fmaxf(top, v[i] = first + i * THREADS + t < end ? v[i] : low);
     top = warp_max(top);
