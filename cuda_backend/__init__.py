@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 
 
 def find_card() -> str:
-    """The GPUs in words, by number if there are several; raises BimetalError with what the current one lacks."""
+    """Describe the GPUs, by number if there are several; raises BimetalError with what the current one lacks."""
     try:
         import cupy
 
@@ -104,7 +104,7 @@ def limit_memory(nbytes: int, devices: Sequence[int] = ()) -> None:
 
 
 def random_ops(experts: HotExperts | None = None, trace: Trace | None = None, start: int = 0) -> "CudaOps":
-    """The current GPU, for models whose quantized matrices are random: it makes them itself.
+    """Open the current GPU for models whose quantized matrices are random: the GPU makes the matrices itself.
 
     experts  memory that experts may take of the GPU, the others being in host memory; None: all are in GPU memory
     trace    the routing that steps replay, from token `start` on; None: random routers choose
@@ -115,7 +115,7 @@ def random_ops(experts: HotExperts | None = None, trace: Trace | None = None, st
 
 
 def open_ops(checkpoint: Checkpoint, wide: bool = False, experts: HotExperts | None = None) -> "CudaOps":
-    """The current GPU. Matrices stay in the types that `checkpoint` stores; activations are float32, `wide` or not.
+    """Open the current GPU. Matrices keep the types stored in `checkpoint`; activations are float32, `wide` or not.
 
     experts  what experts may take of its memory; None: all of them lie there
     """
@@ -131,7 +131,7 @@ def open_devices(
     sizes: Callable[[Ops], Sequence[int]],
     random: bool = False,
 ) -> Ops:
-    """The GPUs `devices`, which share a model's layers in this order; a single one becomes the thread's current GPU.
+    """Open the GPUs `devices`, which share layers in this order; a single one becomes the thread's current GPU.
 
     split   proportions of the model's bytes; empty: as memory is free
     draft   the GPU of a draft's layers; None: the last of `devices`
@@ -146,7 +146,7 @@ def open_devices(
 
 
 def open_tensor_parallel(devices: Sequence[int], sizes: Callable[[Ops], Sequence[int]], random: bool = False) -> Ops:
-    """The GPUs `devices`, which share every layer of a model; the first one is rank 0.
+    """Open the GPUs `devices`, which share every layer of a model; the first one is rank 0.
 
     sizes   bytes of a rank's part of each layer, as given ops hold it
     random  make quantized matrices at random, as `random_ops` does

@@ -102,7 +102,7 @@ class Exchange:
                 kernel("exchange", "count_exchanges", self.defines)((1,), (32,), args, stream=end.gpu.context.stream)
 
     def sum(self, xs: Sequence[Array], fuses: bool = False) -> list[Array]:
-        """The sum of `xs`, (T, K) each, on every GPU.
+        """Add up `xs`, (T, K) each, on every GPU.
 
         fuses  it may be computed by its consumer, which launches on one GPU after another: of graphs, whose launches
                wait for nobody
@@ -120,7 +120,7 @@ class Exchange:
         return [x for _, x in self.pending]
 
     def gather(self, xs: Sequence[Array]) -> list[Array]:
-        """The columns of `xs`, (T, K) each, beside one another on every GPU: (T, ranks * K)."""
+        """Join the columns of `xs`, (T, K) each, on every GPU: (T, ranks * K)."""
         self.launch_pending()
         return self._meet("gather", xs, len(self.ends))
 

@@ -22,7 +22,7 @@ CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 0, 1, 68, -1
 
 
 def expand(s: Segment, row: int, n: int, out: int, stream: Stream, dense: int = 0) -> None:
-    """Rows row..row+n of a segment of one expert to the card's `half` at `out`, or to float32 at `dense`."""
+    """Expand rows row..row+n of a segment of one expert to the card's `half` at `out`, or to float32 at `dense`."""
     if s.type in UNITS:
         tiles = -(-n // 16)
         units = s.memory.address + row // 128 * s.k_blocks * 8 * UNITS[s.type][1]
@@ -78,7 +78,7 @@ def _library() -> Any:
 
 
 def head_matrices(w: Weight, arena: Arena, stream: Stream) -> int:
-    """The address of the matrices of all heads in float16."""
+    """Return the address of the matrices of all heads in float16."""
     (s,) = w.segments
     size = s.rows * s.columns
     matrices = arena.take(s.experts * size * 2)

@@ -27,7 +27,7 @@ class HostMemory:
         self.nbytes = nbytes
 
     def rate(self, stream: Stream) -> float:
-        """Bytes per second of copies to the device."""
+        """Measure the bytes per second of copies to the device."""
         runtime, device = cupy.cuda.runtime, cupy.cuda.alloc(self.nbytes)
         best = float("inf")
         for _ in range(5):
@@ -40,5 +40,5 @@ class HostMemory:
         return self.nbytes / best
 
     def numbers(self) -> np.ndarray:
-        """The memory as int32, for as long as this object lives."""
+        """View the memory as int32, valid as long as this object lives."""
         return np.ctypeslib.as_array((ctypes.c_int32 * (self.nbytes // 4)).from_address(self.address))

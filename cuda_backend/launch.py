@@ -152,7 +152,7 @@ def _driver() -> ctypes.CDLL:
 def kernel(
     stem: str, name: str, defines: tuple[str, ...] = (), shared: int = 0, second: tuple[str, ...] = ()
 ) -> Kernel:
-    """The function `name` of kernels/<stem>.cu, compiled on first use and kept in CuPy's cache on disk.
+    """Return the function `name` of kernels/<stem>.cu, compiled on first use and kept in CuPy's cache on disk.
 
     defines  preprocessor definitions, "COLS=8"
     shared   most dynamic shared memory of a launch, bytes
@@ -165,7 +165,7 @@ def kernel(
 def _kernel(
     device: int, stem: str, name: str, defines: tuple[str, ...], shared: int, second: tuple[str, ...]
 ) -> Kernel:
-    """The function on the current device, which is `device`: each has its own, with its own shared memory."""
+    """Return the function on the current device, `device`: each device has its own, with its own shared memory."""
     try:
         function = _module(device, stem, defines, second).get_function(name)
         _ = function.kernel  # compiles it

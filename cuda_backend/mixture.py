@@ -225,7 +225,7 @@ def _choice(context: Context, logits: Array, router: Router, weights: Array, ids
 
 
 def head_linear(context: Context, x: Array, w: Weight) -> Array:
-    """Each head by its own matrix: x (T, H, columns), w (H, rows, columns) -> (T, H, rows)"""
+    """Multiply each head by its own matrix: x (T, H, columns), w (H, rows, columns) -> (T, H, rows)"""
     T, H, C = x.shape
     y = _heads_of_one_row(context, x, w) if T == 1 else None
     if y:
@@ -260,7 +260,7 @@ HEAD_PRODUCTS = Op("head products", _emit_head_products)
 
 
 def _head_groups(context: Context, T: int, H: int) -> Groups:
-    """Rows (t, head) of which each takes the matrix of its head."""
+    """Group the rows (t, head), each of which takes the matrix of its head."""
     if (T, H) in context.groups:
         return context.groups[T, H]
     cols = 8 if T <= MAX_DECODE_ROWS else PREFILL_COLS

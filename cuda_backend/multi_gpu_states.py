@@ -83,7 +83,7 @@ class MultiGpuPool:
         return self
 
     def new_state(self) -> "MultiGpuState":
-        """A vacant slot as the state of a new sequence; the slot is vacant again when the state is gone."""
+        """Take a vacant slot as the state of a new sequence; the slot is vacant again when the state is deleted."""
         return MultiGpuState(self)
 
     @property
@@ -98,7 +98,7 @@ class MultiGpuPool:
         return min(free, default=None)
 
     def runs(self, step: Step) -> Sequence[Run]:
-        """The rows of each sequence of a step, whose `slots` are the pool's."""
+        """Return the rows of each sequence of a step, whose `slots` are the pool's."""
         return self.first.runs(step)
 
     def note_runs(self, step: Step, runs: Sequence[Run]) -> None:
@@ -130,7 +130,7 @@ class MultiGpuState(State):
 
     @property
     def saving(self) -> tuple[int, int | None]:
-        """Bytes of all GPUs, of which each has a share."""
+        """Count the bytes of all GPUs, of which each has a share."""
         waiting = most = 0
         for gpu, share in self.shares.items():
             with gpu.device:
@@ -151,7 +151,7 @@ class MultiGpuState(State):
         return self.pool.calibrates
 
     def runs(self, step: Step) -> list[Run]:
-        """The rows of a step, which are all this sequence's, whatever slot they name."""
+        """Return the rows of a step, all of this sequence, whatever slot they name."""
         return next(iter(self.shares.values())).runs(step)
 
     def _all(self) -> list[Any]:

@@ -55,13 +55,13 @@ class NcclExchange:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The launches of a step, as they come or captured."""
+        """Enclose the launches of a step, whether they run or are captured."""
         self.index = 0
         yield
         self.passed += self.index
 
     def sum(self, xs: Sequence[Array], fuses: bool = False) -> list[Array]:
-        """The sum of `xs`, (T, K) each, on every GPU, as one partial sum of each rank, which any consumer adds up."""
+        """Bring `xs`, (T, K) each, to every GPU as one partial sum per rank; any consumer adds them up."""
         T, K = xs[0].shape
         if not T:
             return list(xs)
@@ -69,7 +69,7 @@ class NcclExchange:
         return [Array((T, K), part, partials=len(self.gpus), partial_stride=T * K) for part in parts]
 
     def gather(self, xs: Sequence[Array]) -> list[Array]:
-        """The columns of `xs`, (T, K) each, beside one another on every GPU: (T, ranks * K)."""
+        """Join the columns of `xs`, (T, K) each, on every GPU: (T, ranks * K)."""
         (T, K), n, outs = xs[0].shape, len(self.gpus), list[Array]()
         for gpu, part in zip(self.gpus, self._all_of(xs) if T else [0] * n, strict=True):
             with gpu.device:
@@ -127,7 +127,7 @@ class NcclExchange:
 
 @cache
 def _communicators(nccl: ModuleType, devices: tuple[int, ...]) -> Sequence[Any]:
-    """A communicator of each GPU, which all models on these GPUs share and which last as long as the process.
+    """Return a communicator per GPU; all models on these GPUs share them, and they last as long as the process.
 
     CuPy destroys a communicator with its object, and NCCL's destruction waits until all graphs that contain its calls
     are gone, which Python may free later: a deadlock.

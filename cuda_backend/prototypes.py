@@ -81,11 +81,11 @@ PROTOTYPE = re.compile(
 
 
 def prototypes(code: str) -> dict[str, tuple[str, ...]]:
-    """The parameters of each kernel in CUDA C++ source, as written: {"fill": ("u32* words", "s64 n", "u32 seed")}."""
+    """List the parameters of each kernel in CUDA C++ source: {"fill": ("u32* words", "s64 n", "u32 seed")}."""
     found = PROTOTYPE.finditer(code)
     return {m["name"]: tuple(p.strip() for p in " ".join(m["parameters"].split()).split(",")) for m in found}
 
 
 def type_of(parameter: str) -> np.dtype:
-    """The NumPy type of a parameter as written in a prototype; raises KeyError for a struct that TYPES lacks."""
+    """Return the NumPy type of a parameter as written in a prototype; raises KeyError for a struct that TYPES lacks."""
     return ADDRESS if "*" in parameter else TYPES[parameter.replace("const ", "").split()[0]]

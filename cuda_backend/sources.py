@@ -48,7 +48,7 @@ HEADERS = (  # each header, and the kernels that need it, all of them after prel
 
 
 def source(stem: str, second: tuple[str, ...] = ()) -> str:
-    """The text that is compiled for kernels/<stem>.cu; `second`: definitions of linear.cu's second matrix."""
+    """Return the text that is compiled for kernels/<stem>.cu; `second`: definitions of linear.cu's second matrix."""
     if stem == "linear":
         return _source_of_linear(second)
     headers = [header for header, stems in HEADERS if stem in stems]

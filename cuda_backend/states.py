@@ -88,7 +88,7 @@ class CudaPool:
         return self
 
     def new_state(self) -> "CudaState":
-        """A vacant slot as the state of a new sequence; the slot is vacant again when the state is gone."""
+        """Take a vacant slot as the state of a new sequence; the slot is vacant again when the state is deleted."""
         if not self.vacant:
             raise BimetalError(f"all {self.slots} sequences of the pool are taken")
         slot = min(self.vacant)
@@ -115,7 +115,7 @@ class CudaPool:
         return len(self.pages.free) * PAGE
 
     def runs(self, step: Step) -> Sequence[Run]:
-        """The rows of each sequence of a step, whose `slots` are the pool's."""
+        """Return the rows of each sequence of a step, whose `slots` are the pool's."""
         runs, vacant = runs_of(step), self.vacant
         for slot, _, _ in runs:
             if not 0 <= slot < self.slots or slot in vacant:
@@ -219,7 +219,7 @@ class CudaState(State):
         return self.pool.calibrates
 
     def runs(self, step: Step) -> list[Run]:
-        """The rows of a step, which are all this sequence's, whatever slot they name."""
+        """Return the rows of a step, all of this sequence, whatever slot they name."""
         if len(step) > 1:
             step.the_slot()
         return [Run(self.slot, 0, len(step))]

@@ -129,7 +129,7 @@ class Uploader:
 
 
 def _filling(arrays: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """The arrays in pieces of whole units, a list for each buffer that they fill: one or more for each reader."""
+    """Divide the arrays into pieces of whole units, a list for each buffer they fill: one or more per reader."""
     pieces: list[np.ndarray] = []
     room = BUFFER
     for array in arrays:

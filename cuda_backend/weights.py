@@ -85,7 +85,7 @@ Stage = Callable[[Tensor, list[np.ndarray], slice], int]  # a slice of stored ro
 def load(
     parts: Sequence[Tensor], uploader: Uploader, half: str, stage: Stage | None = None
 ) -> tuple[Weight, list[str]]:
-    """The parts stacked by rows, and the types that are held as float16 instead; BF16 where `half` is F16.
+    """Load the parts stacked by rows; return also the types held as float16 instead: BF16 if `half` is F16.
 
     A scale that is not finite is refused here in what is expanded, else by `uploader.check`. On the stream all is there
     when this returns, but for the last `uploader.ahead` buffers.
@@ -167,7 +167,7 @@ def _segment(parts: list[Tensor], uploader: Uploader, half: str, stage: Stage) -
 
 
 def _places(stack: Tensor, memory: Memory, uploader: Uploader) -> Memory | None:
-    """The addresses of the experts of a stack that lie one after the other."""
+    """List the addresses of the experts of a stack that are adjacent in memory."""
     if len(stack.shape) < 3:
         return None
     experts = stack.shape[0]
@@ -175,7 +175,7 @@ def _places(stack: Tensor, memory: Memory, uploader: Uploader) -> Memory | None:
 
 
 def _rows_of(arrays: list[np.ndarray], rows: slice) -> Iterator[np.ndarray]:
-    """Rows of (n, bytes) arrays as if they were stacked."""
+    """Return rows of (n, bytes) arrays as if they were stacked."""
     at = 0
     for array in arrays:
         first, last = max(rows.start - at, 0), min(rows.stop - at, len(array))
@@ -206,7 +206,7 @@ def _float_segment(
 
 
 def _float16(part: Tensor, row: int, n: int) -> np.ndarray:
-    """Rows of a tensor of any type, counted over all but the last axis, as float16; BimetalError if too large."""
+    """Convert rows of a tensor of any type, over all axes but the last, to float16; BimetalError if too large."""
     flat = _flat(part)
     values = dequantize(flat.take_rows(np.arange(row, min(row + n, flat.shape[0]))))
     with np.errstate(over="ignore"):

@@ -205,11 +205,11 @@ class Recurrent:
 
     @property
     def store_of_paths(self) -> int:
-        """The store that holds the rows of the paths that a noted step applies; a long step applies none."""
+        """Return the store with the rows of the paths that a noted step applies; a long step applies none."""
         return 1 - self.newest
 
     def input(self, slot: int) -> tuple[int, int, Sequence[int]]:
-        """The states that a step reads and writes, counted from slot 0's first, and the path that it applies."""
+        """Return the states that a step reads and writes, counted from slot 0's first, and the path it applies."""
         pair = self.pairs[slot]
         return 2 * slot + pair.current, 2 * slot + 1 - pair.current, pair.path
 
@@ -236,7 +236,7 @@ class Recurrent:
                 pair.step = None  # its state was there
 
     def snapshot(self, slot: int) -> Any:
-        """A copy of the states with the path applied; None, without memory, of an empty one."""
+        """Copy the states with the path applied; None, without memory, for an empty state."""
         if self.pairs[slot].empty:
             return None
         return self._copy(slot)
@@ -270,7 +270,7 @@ class Recurrent:
         return []
 
     def save_point(self, slot: int) -> list[np.ndarray]:
-        """The states of all layers as they lie on the device, with the path applied."""
+        """Copy the states of all layers as stored on the device, with the path applied."""
         self.stream.copies.make_room(4 * self.flip, room()[0])
         return [self.stream.copies.copy(self._copy(slot)).view(np.float32)]
 

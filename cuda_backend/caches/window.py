@@ -119,7 +119,7 @@ class WindowStore(KVStore):
         return []
 
     def save_point(self, slot: int) -> list[np.ndarray]:
-        """The first positions and those of the window, in order, wherever the ring has them."""
+        """Copy the first positions and those of the window, in order of position."""
         return read_rows(of_slot(self.planes, slot), self._seen(self.lengths[slot]), self.stream)
 
     def load(self, slot: int, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
@@ -130,7 +130,7 @@ class WindowStore(KVStore):
         self.step_rows[slot] = 0
 
     def _seen(self, past: int) -> list[tuple[int, int]]:
-        """The stretches of positions that later rows may see."""
+        """List the ranges of positions that later rows may see."""
         window, sinks = self.window
         early = min(sinks, past)
         return [(0, early), (max(early, past - window), past)]
@@ -141,7 +141,7 @@ class WindowStore(KVStore):
 
 
 def unrolled(kv: KV, step: DeviceStep, arena: Arena, stream: Stream) -> Planes:
-    """A copy of a ring with room for the rows of a prefill step."""
+    """Copy a ring to memory with room for the rows of a prefill step."""
     past, (window, sinks) = step.past, kv.store.window
     ring = of_slot((kv.keys, kv.values), step.slot)
     places = Places(kv.keys.places.fixed, -(-(step.T + window + TILE) // TILE) * TILE)
