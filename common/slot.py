@@ -91,7 +91,7 @@ class Slot:
         return self.state.length
 
     def logits_after(self, length: int) -> Array | None:
-        """The logits after `length` tokens, if a prompt ended there."""
+        """Return the logits after `length` tokens, if a prompt ended there."""
         return next((mark.logits for mark in self.marks if mark.length == length), None)
 
     def _continues(self, prompt: list[int], reading: Reading) -> bool:

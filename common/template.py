@@ -300,7 +300,7 @@ def _tojson(
 
 @lru_cache
 def compile_template(template: str) -> Template:
-    """The program of a Jinja source; raises BimetalError where that is none."""
+    """Return the program of a Jinja source; raises BimetalError where that is none."""
     if len(template) > SOURCE:
         raise BimetalError(f"the chat template has {len(template)} characters; at most {SOURCE} are supported")
     sandbox = _Sandbox()

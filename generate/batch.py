@@ -63,7 +63,7 @@ class Request:
         return f"line-{self.line}"
 
     def custom_id(self) -> str | None:
-        """The name that the line gives; None where it gives none, or cannot be read."""
+        """Return the name that the line gives; None where it gives none, or cannot be read."""
         try:
             name = self.values().get("custom_id")
         except ApiError:
@@ -269,7 +269,7 @@ class Batch:
         self.bar.update()
 
     async def _reply(self, url: str, fields: Fields) -> dict[str, Any]:
-        """The body of the reply to a request; raises ApiError."""
+        """Return the body of the reply to a request; raises ApiError."""
         if fields.flag("stream", False):
             raise fields.refuse("stream", "answers of a batch are written whole")
         parsed = DIALECTS[url](fields, self.facts)

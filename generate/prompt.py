@@ -54,7 +54,7 @@ def check_template(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
 
 
 def system_message(text: str | None) -> list[dict[str, Any]]:
-    """The messages that a conversation begins with: the system prompt, or none."""
+    """Return the messages that a conversation begins with: the system prompt, or none."""
     return [] if text is None else [{"role": "system", "content": text}]
 
 

@@ -106,7 +106,7 @@ class Waiting:
 
 
 def figures(stats: Stats) -> str:
-    """The stats of a reply in two lines; more where decoding was speculative, or experts were streamed.
+    """Return the stats of a reply in two lines; more where decoding was speculative, or experts were streamed.
 
     A reply of a few tokens has no speed of decoding.
     """

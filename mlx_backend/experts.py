@@ -162,12 +162,12 @@ def bits(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
 
 
 def array_bits(array: mx.array) -> np.ndarray:
-    """A view into the memory of an evaluated array; bfloat16, which NumPy lacks, as uint16."""
+    """Return a view into the memory of an evaluated array; bfloat16, which NumPy lacks, as uint16."""
     return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
 
 
 def _allocate(group: Sequence[Tensor], slots: int, dtype: mx.Dtype) -> tuple[Part, list[np.ndarray]]:
-    """The part that holds these tensors, stacked by rows, in every slot; and its arrays' bits."""
+    """Return the part that holds these tensors, stacked by rows, in every slot; and its arrays' bits."""
     rows, columns, target = sum(tensor.shape[0] for tensor in group), group[0].shape[1], format_of(group[0])
     if isinstance(target, str):
         blocks = new_blocks((slots, rows, columns), target)

@@ -91,7 +91,7 @@ class GroupOps(MlxOps):
         weakref.finalize(self, group.close)
 
     def gather_memory(self, memory: int, same: int) -> list[int]:
-        """The bytes that each rank gives to the model, of which this one gives `memory`, in whole MiB.
+        """Return the bytes that each rank gives to the model, of which this one gives `memory`, in whole MiB.
 
         same  a number that is equal on all ranks if their models are
 
@@ -130,7 +130,7 @@ class GroupOps(MlxOps):
         return self.finished(super().run(fn, state, step, kept))
 
     def finished(self, out: Array) -> Array:
-        """The output of a step's method, once the ranks need no further exchange for it."""
+        """Return the output of a step's method, once the ranks need no further exchange for it."""
         return out
 
     def follow(self, new_state: Callable[[int], State], models: Sequence[Any], join: Join) -> None:
@@ -173,7 +173,7 @@ class GroupOps(MlxOps):
 
 
 def _order_of(fn: "partial[Array]", state: Any, step: Any, sends_tokens: bool) -> Order:
-    """The order to run a step, of one sequence or several."""
+    """Return the order to run a step, of one sequence or several."""
     method: Any = fn.func
     rows = fn.keywords.get("rows")
     mirrors, parts = state[-1].mirror, getattr(step, "parts", [step])
@@ -195,7 +195,7 @@ def _order_of(fn: "partial[Array]", state: Any, step: Any, sends_tokens: bool) -
 
 
 def _step_of(part: Any) -> Step:
-    """The step of one sequence; zeros stand for tokens that a follower has no use for."""
+    """Return the step of one sequence; zeros stand for tokens that a follower has no use for."""
     tokens, positions, parents = part
     seen = None if parents is None else np.array(parents, np.int32)
     return Step(np.array(tokens, np.int32), np.array(positions, np.int32), seen, np.zeros(len(tokens), np.int32))

@@ -171,7 +171,7 @@ def _layout(type_: str) -> list[tuple[str, int]]:
 
 @cache
 def _codebook(type_: str) -> mx.array:
-    """The codebook as words of four magnitudes; one unused word for a type without a codebook."""
+    """Return the codebook as words of four magnitudes; one unused word for a type without a codebook."""
     if type_ not in CODEBOOKS:
         return mx.zeros(1, mx.uint32)
     return mx.array(codebook(type_).astype(np.uint8).view("<u4").reshape(-1))

@@ -79,7 +79,7 @@ class MlxRows:
             self.start = max(self.start, end - self.window)
 
     def committed(self) -> list[mx.array]:
-        """The committed rows that are held, (1, K, n, D), in their planes' formats."""
+        """Return the committed rows that are held, (1, K, n, D), in their planes' formats."""
         held = [buffer[:, :, self.start : self.end] for buffer in self.buffers]
         return _joined(self.first, held) if self.first else held
 

@@ -14,17 +14,17 @@ TYPES = {
 
 
 def shape_of(array: mx.array) -> Shape:
-    """The shape and the NumPy dtype of `to_host(array)`."""
+    """Return the shape and the NumPy dtype of `to_host(array)`."""
     return array.shape, TYPES[array.dtype]
 
 
 def to_host(array: mx.array) -> np.ndarray:
-    """A copy of the array's bytes."""
+    """Return a copy of the array's bytes."""
     array = mx.contiguous(array)
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
 
 
 def from_host(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
-    """The inverse of `to_host` for an array of `dtype`."""
+    """Return the inverse of `to_host` for an array of `dtype`."""
     held = mx.array(array)
     return held.view(mx.bfloat16) if dtype == mx.bfloat16 else held

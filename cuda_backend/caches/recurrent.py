@@ -137,7 +137,7 @@ class Recurrent:
         self.rows = zeros(rows_bytes(kinds, batches), stream)
 
     def layers(self) -> list[Conv | Delta]:
-        """Each layer's, which hold this one; not held here, so that the memory goes with the last of them."""
+        """Return each layer's, which hold this one; not held here, so that the memory goes with the last of them."""
         layers: list[Conv | Delta] = []
         at, row_at, batches = self.memory.address, self.rows.address, self.batches
         for layer, spec in self.kinds:

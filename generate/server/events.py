@@ -143,7 +143,7 @@ class Events:
 
 
 def usage_of(stats: Stats, reasoning: int) -> Usage:
-    """The figures of a reply as APIs count them."""
+    """Return the figures of a reply as APIs count them."""
     accepted = rejected = 0
     if stats.accepted is not None:
         accepted = sum((length - 1) * count for length, count in stats.accepted.lengths.items())
