@@ -52,7 +52,7 @@ def bit_fields(data: np.ndarray, bits: int, run: int) -> np.ndarray:
 
 
 def scaled(scales: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    """Each scale, (n, groups), times its group of codes, (n, elements)."""
+    """Return each scale, (n, groups), times its group of codes, (n, elements)."""
     return (scales[:, :, None] * codes.reshape(*scales.shape, -1).astype(np.float32)).reshape(codes.shape)
 
 
@@ -164,7 +164,7 @@ def _tq2_0(b: np.ndarray) -> np.ndarray:
 
 @cache
 def codebook(type_: str) -> np.ndarray:
-    """The type's grid, float32 (entries, 4 or 8); tests/data/make_codebooks.py writes the file."""
+    """Return the type's grid, float32 (entries, 4 or 8); tests/data/make_codebooks.py writes the file."""
     with np.load(Path(__file__).with_name("codebooks.npz")) as grids:
         return grids[type_].astype(np.float32)
 
@@ -178,7 +178,7 @@ def _sign_patterns() -> np.ndarray:
 
 
 def _signs(data: np.ndarray) -> np.ndarray:
-    """One sign per bit, uint8 (n, k) → float32 ±1 (n, 8k)."""
+    """Return one sign per bit, uint8 (n, k) → float32 ±1 (n, 8k)."""
     return 1 - 2 * bit_fields(data, 1, 1).astype(np.float32)
 
 
@@ -238,12 +238,12 @@ def _iq1_m(b: np.ndarray) -> np.ndarray:
 
 
 def _threes(words: np.ndarray) -> np.ndarray:
-    """The four low 3-bit fields of each uint16, (n, k) → (n, 4k)."""
+    """Return the four low 3-bit fields of each uint16, (n, k) → (n, 4k)."""
     return ((words[:, :, None] >> np.arange(0, 12, 3, dtype=np.uint16)) & np.uint16(7)).reshape(len(words), -1)
 
 
 def iq1_m_scale(b: np.ndarray) -> np.ndarray:
-    """The float16 scale of IQ1_M, (n, 1): its four nibbles are on top of the four words of small scales."""
+    """Return the float16 scale of IQ1_M, (n, 1): its four nibbles are on top of the four words of small scales."""
     nibbles = (b[:, 48:].view("<u2") >> 12) << np.arange(0, 16, 4, dtype=np.uint16)
     return nibbles.sum(axis=1, dtype=np.uint16)[:, None].view(np.float16).astype(np.float32)
 

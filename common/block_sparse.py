@@ -54,7 +54,7 @@ def _chosen(q: np.ndarray, means: np.ndarray, own: int) -> np.ndarray:
 
 
 def _rows_of(blocks: np.ndarray, end: int) -> np.ndarray:
-    """The rows of blocks, but for those from `end` on."""
+    """Return the rows of blocks, but for those from `end` on."""
     rows = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
     return rows[rows < end]
 

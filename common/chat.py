@@ -64,7 +64,7 @@ def chat_prompt(
     context: int | None = None,
     **template: Any,
 ) -> ChatPrompt:
-    """The prompt of `messages`, up to where the assistant's reply begins.
+    """Return the prompt of `messages`, up to where the assistant's reply begins.
 
     think          whether the assistant reasons before it answers; None: the template's default
     parse_special  control tokens that are spelled out in the conversation count as such
@@ -166,7 +166,7 @@ def _replacing(marks: Collection[str], other: str) -> Callable[[str], str]:
 
 
 def _source(vocabulary: Vocabulary, tools: Any) -> str:
-    """The template's source; some models have one of their own for conversations with tools."""
+    """Return the template's source; some models have one of their own for conversations with tools."""
     source = vocabulary.chat_templates.get("default")
     if tools:
         schemas(tools)  # refuses what is no tool
@@ -177,7 +177,7 @@ def _source(vocabulary: Vocabulary, tools: Any) -> str:
 
 
 def _thinking(template: str, think: bool) -> dict[str, bool]:
-    """The variable that turns thinking on or off in a chat template."""
+    """Return the variable that turns thinking on or off in a chat template."""
     if "enable_thinking" in template:
         return {"enable_thinking": think}
     if think:
@@ -194,7 +194,7 @@ def render(
     add_generation_prompt: bool = True,
     **more: Any,
 ) -> str:
-    """The text of `messages`.
+    """Return the text of `messages`.
 
     template  Jinja source
     messages  {"role", "content", ...} as in OpenAI's chat API; content is text, text parts or, for an assistant, None
@@ -222,7 +222,7 @@ def _inputs(
 
 
 def _prepare(message: Message, at: int, template: str) -> dict[str, Any]:
-    """A copy of a message in the form that templates expect; APIs and templates disagree on four points."""
+    """Return a copy of a message in the form that templates expect; APIs and templates disagree on four points."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BimetalError(f"message {at} is {shown(message)}, not an object with a role")
     if not ROLE.fullmatch(message["role"]):  # templates print it among their control tokens

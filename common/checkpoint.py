@@ -89,7 +89,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def _parts(path: Path) -> list[Path]:
-    """The files of a GGUF model that one of them names, in their order."""
+    """Return the files of a GGUF model that one of them names, in their order."""
     if (match := SPLIT_NAME.fullmatch(path.name)) is None:
         return [path]
     count = int(match["count"])

@@ -56,7 +56,7 @@ def default_spec(model: Any) -> str:
 
 
 def default_window(model: Any, greedy: bool = True) -> WedlmOptions:
-    """The window of `model` where a call chooses none: as it was loaded with, as calibrated, or `balanced`.
+    """Return the window of `model` where a call chooses none: as it was loaded with, as calibrated, or `balanced`.
 
     greedy  whether the most probable token is taken; only then may the window confirm its masks
     """

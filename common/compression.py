@@ -83,7 +83,7 @@ def _anchors(ids: np.ndarray, count: int) -> list[int]:
 
 
 def _ranked(scores: np.ndarray, count: int) -> list[int]:
-    """All chunks, the best first, by the mean of their tokens' scores, each averaged with its neighbours'."""
+    """Return all chunks, the best first, by the mean of their tokens' scores, each averaged with its neighbours'."""
     weights = np.convolve(np.ones(len(scores)), np.ones(POOL), "same")
     pooled = np.convolve(scores, np.ones(POOL), "same") / weights
     means = [pooled[at * CHUNK : (at + 1) * CHUNK].mean() for at in range(count)]

@@ -22,7 +22,7 @@ class Keys:
         self.values, self.where, self.prefix, self.nested = values, where, prefix, nested
 
     def get(self, key: str) -> Any:
-        """The value at `key`, or None where the key is absent or null."""
+        """Return the value at `key`, or None where the key is absent or null."""
         if not self.nested:
             return self.values.get(self.prefix + key)
         value: Any = self.values
@@ -31,11 +31,11 @@ class Keys:
         return value
 
     def flag(self, key: str) -> bool | None:
-        """The value at `key`; None where the key is absent, for a default that depends on more."""
+        """Return the value at `key`; None where the key is absent, for a default that depends on more."""
         return None if self.get(key) is None else self.read(key, bool)
 
     def read(self, key: str, kind: type[T], default: T = REQUIRED) -> T:
-        """The value at `key` as `kind`; a missing key gives `default`, or an error where there is none."""
+        """Return the value at `key` as `kind`; a missing key gives `default`, or an error where there is none."""
         value = self.get(key)
         if value is None:
             if default is REQUIRED:
@@ -48,14 +48,14 @@ class Keys:
         return value
 
     def size(self, key: str, default: int = REQUIRED) -> int:
-        """A dimension or a count: an integer above 0."""
+        """Return a dimension or a count: an integer above 0."""
         value = self.read(key, int, default)
         if not 0 < value < 2**31:
             raise BimetalError(f"{self.where}: {self.prefix}{key} is {value}, expected a number from 1 to 2^31 - 1")
         return value
 
     def positive(self, key: str, default: float = REQUIRED) -> float:
-        """A finite float above 0."""
+        """Return a finite float above 0."""
         value = self.read(key, float, default)
         if not 0 < value < float("inf"):
             raise BimetalError(f"{self.where}: {self.prefix}{key} is {value}, expected a finite number above 0")

@@ -37,12 +37,12 @@ class NotFiniteError(BimetalError):
 
 
 def of_system(error: OSError) -> str:
-    """An error of the system in one sentence: the file, and what is wrong with it."""
+    """Return an error of the system in one sentence: the file, and what is wrong with it."""
     return f"{error.filename or 'system'}: {error.strerror or error}"
 
 
 def shown(value: Any) -> str:
-    """The first 80 characters of a value as Python writes it, for a message about any value at all."""
+    """Return the first 80 characters of a value as Python writes it, for a message about any value at all."""
     try:
         return f"{value!r:.80}"
     except Exception:  # integers of thousands of digits, and objects that fail to write themselves

@@ -188,7 +188,7 @@ def _runs_of(
 
 
 def _of_expert(checkpoint: Checkpoint, stored: Stored, expert: int) -> Tensor:
-    """The tensor (rows, columns) of one expert, as stored."""
+    """Return the tensor (rows, columns) of one expert, as stored."""
     if stored.fix is not None:
         raise BimetalError(f"{stored.names[0]} is converted when it is loaded, so it cannot be streamed")
     if stored.shard is not None:

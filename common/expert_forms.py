@@ -44,7 +44,7 @@ class ExpertForm(NamedTuple):
 
 
 def components(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensor itself, and the scales and biases of an MLX mode."""
+    """Return the tensor itself, and the scales and biases of an MLX mode."""
     return tuple(part for part in (tensor, tensor.scales, tensor.biases) if part is not None)
 
 

@@ -130,7 +130,7 @@ def _described(form: ExpertForm) -> list[list[Any]]:
 
 
 def _sample(source: ExpertSource, layer: int) -> int:
-    """A checksum of the layer's first and last expert's first bytes."""
+    """Return a checksum of the layer's first and last expert's first bytes."""
     sizes = [min(SAMPLE, size) for size in source.forms[layer].sizes]
     total = 0
     for expert in (0, source.experts - 1):

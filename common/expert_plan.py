@@ -186,7 +186,7 @@ def budgets(mixture: Mixture, machine: Machine) -> list[int]:
 
 
 def read_machine(name: str) -> Machine:
-    """One of MACHINES, or the machine that a JSON file describes by Machine's fields. Raises UsageError."""
+    """Return one of MACHINES, or the machine that a JSON file describes by Machine's fields. Raises UsageError."""
     if name in MACHINES:
         return MACHINES[name]
     if not Path(name).is_file():

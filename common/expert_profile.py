@@ -33,7 +33,7 @@ class Profile:
     used: int
 
     def ranked(self, layer: int) -> np.ndarray:
-        """The layer's experts, the most used first and the lower number first among equals: (experts,)."""
+        """Return the layer's experts, the most used first and the lower number first among equals: (experts,)."""
         return np.argsort(-self.counts[layer], kind="stable")
 
 

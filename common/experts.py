@@ -161,7 +161,7 @@ class Residency:
         return Where.LOADING if entry.is_loading else Where.RESIDENT
 
     def resident(self, layer: int) -> np.ndarray:
-        """The layer's experts that are in memory, in order."""
+        """Return the layer's experts that are in memory, in order."""
         return np.flatnonzero(self.tables[layer] >= 0)
 
     def held_bytes(self) -> int:

@@ -33,7 +33,7 @@ Advance = Callable[[int], object]
 
 
 def copied_keys(path: Path, default: Format) -> list[Key]:
-    """The metadata of a GGUF file (the first of a split one), for a file of other types."""
+    """Return the metadata of a GGUF file (the first of a split one), for a file of other types."""
     from gguf import GGUFReader, GGUFValueType
 
     keys = []

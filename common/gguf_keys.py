@@ -60,7 +60,7 @@ def _key(name: str, value: Any) -> Key:
 
 
 def gguf_keys(checkpoint: Checkpoint, definition: ModuleType) -> tuple[list[Key], np.ndarray | None]:
-    """The metadata of a Hugging Face checkpoint, and the divisors of rope frequencies, for `rope_freqs.weight`.
+    """Return the metadata of a Hugging Face checkpoint, and the divisors of rope frequencies, for `rope_freqs.weight`.
 
     Raises BimetalError for families and settings that a GGUF file cannot state.
     """

@@ -46,7 +46,7 @@ _PRE = {
 
 
 def pre_tokenizer_name(patterns: Sequence[str], ignore_merges: bool, preferred: str | None) -> str | None:
-    """The `tokenizer.ggml.pre` name of a byte-level BPE that isolates these patterns in order, or None.
+    """Return the `tokenizer.ggml.pre` name of a byte-level BPE that isolates these patterns in order, or None.
 
     preferred  the name to take where several have this meaning
     """
@@ -66,7 +66,7 @@ class _Metadata:
         self.config = config
 
     def get(self, key: str, kind: type, default: Any = ...) -> Any:
-        """The value at `key`; a missing key gives `default`, or an error without one."""
+        """Return the value at `key`; a missing key gives `default`, or an error without one."""
         value = self.config.get(f"tokenizer.ggml.{key}", default)
         if value is ...:
             raise BimetalError(f"tokenizer.ggml.{key} is missing")
@@ -75,7 +75,7 @@ class _Metadata:
         return value
 
     def get_list(self, key: str) -> list:
-        """The list at `key`, of Python's own values."""
+        """Return the list at `key`, of Python's own values."""
         value = self.get(key, object)
         value = value.tolist() if hasattr(value, "tolist") else value
         if not isinstance(value, list):
@@ -90,14 +90,14 @@ class _Metadata:
         return id
 
     def added(self, name: str, id: int | None, default: bool) -> list[int]:
-        """The token `id` if a prompt gets it: as the file says, else as `default` does."""
+        """Return the token `id` if a prompt gets it: as the file says, else as `default` does."""
         adds = self.get(f"add_{name}_token", bool, None)
         if adds and id is None:
             raise BimetalError(f"tokenizer.ggml.add_{name}_token is true, but there is no {name}_token_id")
         return [id] if id is not None and (default if adds is None else adds) else []
 
     def templates(self) -> dict[str, str]:
-        """The chat templates by name."""
+        """Return the chat templates by name."""
         found = {}
         for key, source in self.config.items():
             if key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template."):
@@ -108,7 +108,7 @@ class _Metadata:
 
 
 def from_gguf(config: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
-    """The package's tokenizer, and the other arguments of common.tokenizer.Tokenizer.
+    """Return the package's tokenizer, and the other arguments of common.tokenizer.Tokenizer.
 
     Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; defaults where a key is absent: llama.cpp.
     """
@@ -142,7 +142,7 @@ def from_gguf(config: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
 
 
 def _backend(metadata: _Metadata, model: str, tokens: list[str], types: list[int]) -> tuple[Backend, bool]:
-    """The package's tokenizer of a model "gpt2" or "llama", and whether prompts begin with bos by default."""
+    """Return the package's tokenizer of a model "gpt2" or "llama", and whether prompts begin with bos by default."""
     if model == "gpt2":
         name = metadata.get("pre", str)
         if name not in _PRE:

@@ -168,7 +168,7 @@ def _words(error: str) -> str:
 
 
 def json_rule(name: str, schema: Any, of: str, lenient: bool = False) -> str:
-    """A rule of a Lark grammar for JSON of a schema.
+    """Return a rule of a Lark grammar for JSON of a schema.
 
     of       owner of the schema, in words, for errors
     lenient  leave out keywords that llguidance does not know

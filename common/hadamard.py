@@ -44,13 +44,13 @@ def group_of(dim: int) -> int:
 
 
 def rotate(x: np.ndarray) -> np.ndarray:
-    """Each group of x (..., dim), rotated: float32."""
+    """Return each group of x (..., dim), rotated: float32."""
     group = group_of(x.shape[-1])
     return wht(_grouped(x, group), signs("S1", group), signs("S2", group)).reshape(x.shape)
 
 
 def unrotate(y: np.ndarray) -> np.ndarray:
-    """The inverse of `rotate`."""
+    """Return the inverse of `rotate`."""
     group = group_of(y.shape[-1])
     return wht(_grouped(y, group), signs("S2", group), signs("S1", group)).reshape(y.shape)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def peak_resident_bytes() -> int:
-    """The process's peak resident set; getrusage counts KiB on Linux and bytes on macOS."""
+    """Return the process's peak resident set; getrusage counts KiB on Linux and bytes on macOS."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

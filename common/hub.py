@@ -67,7 +67,7 @@ def resolve_model(name: str, *, progress: bool = True, revision: str | None = No
 
 
 def find_model(name: str) -> Path | None:
-    """The path of a model that is no repository; None for a repository that the cache or the Hub has.
+    """Return the path of a model that is no repository; None for a repository that the cache or the Hub has.
 
     Downloads nothing, and does not ask the Hub for a repository that the cache has. Raises BimetalError.
     """

@@ -40,7 +40,7 @@ class Listing:
 
 
 def checked_listing(info: Any, answers: str) -> Listing:
-    """The listing in a ModelInfo, whose commit, hashes and file names become paths in the cache.
+    """Return the listing in a ModelInfo, whose commit, hashes and file names become paths in the cache.
 
     Raises BimetalError for a value that is not of the form that the Hub documents; `answers` begins the sentence.
     """
@@ -93,7 +93,7 @@ def seconds_to_wait(response: Any, wait: int | None) -> float | None:
 
 
 def retry_after(response: Any) -> float:
-    """The seconds of an answer's Retry-After header, which states a number or a date; 0 without a usable one."""
+    """Return the seconds of an answer's Retry-After header, which states a number or a date; 0 without a usable one."""
     value = response.headers.get("Retry-After", "").strip()
     if value.isascii() and value.isdigit():
         return float(value)
@@ -106,7 +106,7 @@ def retry_after(response: Any) -> float:
 
 
 def hub_refusal(error: Any, repo: str) -> str:
-    """The sentence for an HTTP error answer (an HfHubHTTPError)."""
+    """Return the sentence for an HTTP error answer (an HfHubHTTPError)."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -123,5 +123,5 @@ def hub_refusal(error: Any, repo: str) -> str:
 
 
 def short_reason(error: BaseException) -> str:
-    """The first line of an exception, or its class where it has no text."""
+    """Return the first line of an exception, or its class where it has no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -91,6 +91,6 @@ def _parts_of_quant(models: dict[str, list[str]], where: str, quant: str | None)
 
 
 def quant_label(name: str) -> str:
-    """The quantization in a GGUF's path, in capitals (`UD-Q4_K_XL`); without any, the file's stem."""
+    """Return the quantization in a GGUF's path, in capitals (`UD-Q4_K_XL`); without any, the file's stem."""
     found = QUANT.findall(name.removesuffix(".gguf"))
     return (found[-1] if found else Path(name).stem).upper()

@@ -210,7 +210,7 @@ def check_pairs(spec: Sequence[LayerSpec], backend: str, pairs: frozenset[tuple[
 
 
 def _listed(pairs: frozenset[tuple[str, str]]) -> str:
-    """The pairs, keys before a slash and their values after it."""
+    """Return the pairs, keys before a slash and their values after it."""
     rows: dict[tuple[str, ...], list[str]] = {}
     names = [NATIVE, *FORMATS]
     for keys in names:

@@ -67,7 +67,7 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, bits: int) -> np.ndarray:
-    """The inverse of `pack`."""
+    """Return the inverse of `pack`."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     fields = (packed[..., None] >> shifts) & np.uint8((1 << bits) - 1)
     return fields.reshape(*packed.shape[:-1], packed.shape[-1] * 8 // bits)
@@ -84,7 +84,7 @@ def _halves(x: np.ndarray) -> np.ndarray:
 
 
 def _floats(b: np.ndarray) -> np.ndarray:
-    """The bytes of a float16, (..., 2), -> float32 (...)."""
+    """Return the bytes of a float16, (..., 2), -> float32 (...)."""
     return np.ascontiguousarray(b).view("<f2")[..., 0].astype(np.float32)
 
 
@@ -124,7 +124,7 @@ def _codes(x: np.ndarray, most: int) -> np.ndarray:
 
 
 def _nibbles(codes: np.ndarray) -> np.ndarray:
-    """The low four bits of 32 codes: 16 bytes, the first half of the codes low."""
+    """Return the low four bits of 32 codes: 16 bytes, the first half of the codes low."""
     low = codes & 15
     return low[..., :16] | (low[..., 16:] << 4)
 

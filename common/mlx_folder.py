@@ -52,7 +52,7 @@ def folder_outputs(
 
 
 def _split(layout: Layout) -> dict[str, list[tuple[str, Stored]]]:
-    """The tensors that are two modules of mlx-lm's, with the module and the part of each."""
+    """Return the tensors that are two modules of mlx-lm's, with the module and the part of each."""
     found: dict[str, list[tuple[str, Stored]]] = {}
     for table in layout.layers:
         for entry, module in SPLIT.items():
@@ -179,7 +179,7 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def _entries(output: Output) -> list[Entry]:
-    """The tensors of one output as a header lists them."""
+    """Return the tensors of one output as a header lists them."""
     sizes = parts_of(output)
     if output.format is not None and output.format.type in FLOAT_TYPES:
         return [(output.name, output.format.type, output.shape, sizes[0])]

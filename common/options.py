@@ -23,7 +23,7 @@ MOST_DRAFTED = 135  # draft tokens of a step on every backend: common.step.MAX_D
 
 
 def option(default: Any, rule: Rule, meaning: str) -> Any:
-    """A field of an options class; None in its place is the default."""
+    """Return a field of an options class; None in its place is the default."""
     return field(default=default, metadata={"rule": rule, "meaning": meaning})
 
 

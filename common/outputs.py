@@ -46,7 +46,7 @@ class Output:
 
 
 def output_of(name: str, tensor: Tensor, kind: str = "", format: Format | None = None, why: str = "") -> Output:
-    """A tensor of the checkpoint under another name or in another format."""
+    """Return a tensor of the checkpoint under another name or in another format."""
     type_ = float_type(tensor) if format else tensor.type
     return Output(name, kind, tensor.shape, type_, format, lambda: tensor, why)
 

@@ -93,7 +93,7 @@ class Result:
 
 
 def cut_windows(ids: Sequence[int], size: int, bos: int | None = None) -> np.ndarray:
-    """Cut a text's token ids into complete windows: (windows, size) int32.
+    """Return the whole windows of a text's token ids: (windows, size) int32.
 
     bos  is put before the text, and replaces the first token of every window
     """
@@ -115,12 +115,12 @@ def cut_windows(ids: Sequence[int], size: int, bos: int | None = None) -> np.nda
 
 
 def scored_rows(size: int) -> slice:
-    """The rows of a window whose next token is scored."""
+    """Return the rows of a window whose next token is scored."""
     return slice(size // 2, size - 1)
 
 
 def scored_targets(windows: np.ndarray) -> np.ndarray:
-    """The scored tokens of all windows, in order: (n,) int32."""
+    """Return the scored tokens of all windows, in order: (n,) int32."""
     rows = scored_rows(windows.shape[1])
     return windows[:, rows.start + 1 : rows.stop + 1].ravel()
 
@@ -174,7 +174,7 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def measure(blocks: Iterable[Block], reference: Iterable[Block] | None = None) -> Result:
-    """Compute the figures over all blocks; `reference` yields blocks of the same rows, of the same or other sizes."""
+    """Return the figures over all blocks; `reference` gives blocks of the same rows, in the same or other sizes."""
     nll, nll_reference, kl, same = [], [], [], []
     others = _Rows(reference) if reference is not None else None
     for block in blocks:
@@ -293,7 +293,7 @@ def save(path: Path, model: str, windows: np.ndarray, vocab: int, blocks: Iterab
 
 
 def open_saved(path: Path) -> Saved:
-    """Open the reference file at `path`; raises BimetalError for another file."""
+    """Return the reference file at `path`; raises BimetalError if it is none."""
     tensors = read_safetensors(path)
     if set(tensors) != {"windows", "best", "codes", "model"}:
         raise BimetalError(f"{path} is not a saved reference: it has tensors {', '.join(sorted(tensors)[:5])}")

@@ -105,7 +105,7 @@ class PieceParser:
         self.parser, self.out = parser, Piece()
 
     def push(self, piece: Piece) -> Piece | None:
-        """Return the part of the reply that is certain after `piece`, if any."""
+        """Return the piece to show, once any part of it is certain."""
         if self.parser is None:
             return piece
         out = self.out

@@ -171,7 +171,7 @@ class PrefixCache:
         self.store.put(Saved(ids, tuple(state.long_steps), first, rows, point, finish))
 
     def _add(self, ids: np.ndarray, state: State, why: str, path: list[Page]) -> Entry | None:
-        """The entry of `state`, new or old; None if the budget is too small. If saving fails, nothing is added.
+        """Return the entry of `state`, new or old; None if the budget is too small. If saving fails, nothing is added.
 
         path  the root and the kept pages with which `ids` begins; the new ones are added
         """
@@ -233,7 +233,7 @@ class PrefixCache:
     # -- matching ------------------------------------------------------------------------------------------------------
 
     def _path(self, ids: np.ndarray, long_steps: Sequence[LongStep]) -> list[Page]:
-        """Find the kept pages with which the tokens begin, read in these long steps."""
+        """Return the kept pages with which the tokens begin, read in such steps."""
         path, parent = list[Page](), self.root
         for at in range(len(ids) // PAGE):
             page = parent.child(ids, at, long_steps)
@@ -252,7 +252,7 @@ class PrefixCache:
     def _resumable(
         self, ids: np.ndarray, path: list[Page], reading: Reading, any_page: bool
     ) -> tuple[Entry | None, int]:
-        """Find the longest entry at which the prompt can resume, and with `any_page` the number of complete pages."""
+        """Return the longest entry at which the prompt can resume, and with `any_page` the number of whole pages."""
         best = None
         for page in (self.root, *path):
             for entry in page.entries.values():
@@ -265,7 +265,7 @@ class PrefixCache:
         return best, (pages[-1] if any_page and pages else 0)
 
     def _rows(self, page: Page, entry: Entry | None = None) -> list[Parts]:
-        """The rows up to the end of `page`, or of `entry` after it, in parts."""
+        """Return the rows up to the end of `page`, or of `entry` after it, in parts."""
         parts = [] if entry is None or not len(entry.tail) else [entry.rows]
         held: Page | None = page
         while held is not None and held.parent is not None:

@@ -64,7 +64,7 @@ class Header:
 
 
 def key_of(fingerprint: str, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> str:
-    """The name of a state: 32 hexadecimal digits."""
+    """Return the name of a state: 32 hexadecimal digits."""
     hashed = blake2b(fingerprint.encode(), digest_size=16)
     hashed.update(len(tokens).to_bytes(8, "little") + np.ascontiguousarray(tokens, "<i4").tobytes())
     hashed.update(np.asarray(long_steps, "<i8").tobytes())
@@ -116,7 +116,7 @@ def is_ours(path: Path) -> bool:
 
 
 def read_header(path: Path, fingerprint: str) -> Header:
-    """The header and the token ids of a file.
+    """Return the header and the token ids of a file.
 
     Raises BimetalError for a file that is no state of this model, DamagedError for a damaged one, OSError.
     """
@@ -174,7 +174,7 @@ def _names(kind: str, count: int) -> list[str]:
 
 
 def _ids_and_rows(saved: Saved) -> dict[str, np.ndarray]:
-    """The arrays of a file by name, but for the point."""
+    """Return the arrays of a file by name, but for the point."""
     rows = [np.ascontiguousarray(ps[0] if len(ps) == 1 else np.concatenate(ps, axis=1)) for ps in saved.rows]
     tokens = len(saved.tokens) - saved.first
     checksums = np.frombuffer(b"".join(map(_checksum, _parts(rows, tokens))), np.uint8)
@@ -203,7 +203,7 @@ def _checksum(arrays: Iterable[np.ndarray]) -> bytes:
 
 
 def _array(path: Path, name: str, tensors: dict[str, Tensor]) -> np.ndarray:
-    """A view of an array of a file."""
+    """Return a view of an array of a file."""
     tensor = tensors.get(name)
     if tensor is None or tensor.type not in TYPES:
         raise DamagedError(f"{path} lacks the array {name}, or has it in another type")
@@ -211,7 +211,7 @@ def _array(path: Path, name: str, tensors: dict[str, Tensor]) -> np.ndarray:
 
 
 def _read_metadata(path: Path) -> tuple[dict[str, Any], dict[str, Any], int, int]:
-    """The metadata, the entries of arrays, where the arrays begin, and the size of the file."""
+    """Return the metadata, the entries of arrays, where the arrays begin, and the size of the file."""
     check_regular(path)  # a pipe would be opened for ever
     with path.open("rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
@@ -226,7 +226,7 @@ def _read_metadata(path: Path) -> tuple[dict[str, Any], dict[str, Any], int, int
 
 
 def _read_ids(path: Path, entry: Any, dtype: str, start: int, nbytes: int) -> np.ndarray:
-    """Read an array of numbers at the beginning of a file whose structure is not checked yet."""
+    """Return an array of numbers at the beginning of a file whose structure nobody has checked yet."""
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     item = np.dtype(TYPES[dtype]).itemsize
     whole = isinstance(offsets, list) and len(offsets) == 2 and all(type(at) is int for at in offsets)

@@ -44,7 +44,7 @@ class Page:
         return self.parent is not None and not self.children and not self.entries
 
     def child(self, ids: np.ndarray, at: int, steps: Sequence[LongStep]) -> "Page | None":
-        """The child that holds page `at` of the tokens `ids`; token ids are compared."""
+        """Return the child that holds page `at` of the tokens `ids`; token ids are compared."""
         part, over = page_part(ids, at, steps)
         page = self.children.get(chained_key(self.key, part, over))
         return page if page is not None and page.steps == over and np.array_equal(page.tokens, part) else None
@@ -106,7 +106,7 @@ class Entry:
         return entry.is_prefix_of(tail)
 
     def find_base(self) -> "Entry | None":
-        """The longest other entry whose tokens begin this one's."""
+        """Return the longest other entry whose tokens begin this one's."""
         tail, page = self.tail, self.page
         while True:
             shorter = [e for e in page.entries.values() if e.length < self.length and e.is_prefix_of(tail)]
@@ -153,7 +153,7 @@ class Entry:
 
 
 def page_part(ids: np.ndarray, at: int, steps: Sequence[LongStep]) -> tuple[np.ndarray, tuple[LongStep, ...]]:
-    """The tokens of page `at`, and the long steps that overlap it."""
+    """Return the tokens of page `at`, and the long steps that overlap it."""
     return ids[at * PAGE : (at + 1) * PAGE], overlapping(steps, at * PAGE, (at + 1) * PAGE)
 
 

@@ -81,7 +81,7 @@ def gguf_format(type_: str) -> Format:
 
 
 def encode(tensor: Tensor, format: Format) -> Tensor:
-    """A tensor of two axes or more in `format`, whole in memory; raises BimetalError where it is not finite."""
+    """Return a tensor of two axes or more in `format`, whole in memory; raises BimetalError where it is not finite."""
     chunks = [encode_rows(rows, type_, format, tensor.name) for rows, type_ in float_chunks(tensor)]
     lead = tensor.shape[:-1]
     data, scales, biases = (
@@ -203,7 +203,7 @@ def _bf16(values: np.ndarray) -> np.ndarray:
 
 
 def scale_type(stored: str) -> str:
-    """The type of affine scales beside rows of the type `stored`."""
+    """Return the type of affine scales beside rows of the type `stored`."""
     return stored if stored in FLOAT_TYPES else "F32"
 
 
@@ -231,7 +231,7 @@ def float_chunks(tensor: Tensor) -> Iterator[tuple[np.ndarray, str]]:
 
 
 def float_type(tensor: Tensor) -> str:
-    """The float type that `float_chunks` gives a tensor's rows in."""
+    """Return the float type that `float_chunks` gives a tensor's rows in."""
     return tensor.type if tensor.type in (*FLOAT_TYPES, "F64") else "F32"
 
 

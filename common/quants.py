@@ -77,7 +77,7 @@ CHUNK = 1 << 17  # values decoded at a time, so that temporaries stay in the cac
 
 
 def dequantize(tensor: Tensor, out: np.ndarray | None = None) -> np.ndarray:
-    """The values of a tensor of any type, float32 of `tensor.shape`. Raises BimetalError for other types.
+    """Return the values of a tensor of any type, float32 of `tensor.shape`. Raises BimetalError for other types.
 
     Scales that are NaN or infinite are not checked here; `check_scales` refuses them.
 

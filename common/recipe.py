@@ -51,7 +51,7 @@ def weights_of(layout: Layout) -> Iterator[tuple[str, str, int | None, Stored]]:
 
 
 def find_weights(checkpoint: Checkpoint, layout: Layout) -> dict[str, Weight]:
-    """The matrices of a checkpoint by the name of their tensor."""
+    """Return the matrices of a checkpoint by the name of their tensor."""
     return {
         name: Weight(
             checkpoint.tensors[name],
@@ -190,7 +190,7 @@ def choose(weight: Weight, recipe: Recipe, requantize: bool, is_gguf: bool) -> C
 
 
 def choice_of(weight: Weight, choices: dict[str, Choice]) -> Choice:
-    """The choice for a weight; the experts of a layer, which files hold as one matrix, must share it.
+    """Return the choice for a weight; the experts of a layer, which files hold as one matrix, must share it.
 
     Raises BimetalError.
     """

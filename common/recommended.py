@@ -30,7 +30,7 @@ class Recommended:
 
 
 def recommended_sampling(checkpoint: Checkpoint) -> Recommended:
-    """The options that a GGUF's metadata recommends, else a generation_config.json beside the model's files.
+    """Return the options that a GGUF's metadata recommends, else a generation_config.json beside the model's files.
 
     A generation_config.json whose do_sample is not true recommends greedy decoding. Raises BimetalError.
     """

@@ -109,7 +109,7 @@ def encoded(rows: np.ndarray, plane: Plane) -> np.ndarray:
 
 
 def decoded(rows: np.ndarray, plane: Plane) -> np.ndarray:
-    """The inverse of `encoded`, up to what the format loses."""
+    """Return the inverse of `encoded`, up to what the format loses."""
     if plane.format == NATIVE:
         return rows
     values = FORMATS[plane.format].decode(rows, plane.dim)

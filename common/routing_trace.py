@@ -39,7 +39,7 @@ class Trace:
         return Profile(counts, self.ids.shape[2])
 
     def over(self, layers: int, experts: int, used: int) -> "Trace":
-        """Adapt the trace to a model of so many layers with experts: if the trace has fewer layers, they are repeated.
+        """Return the trace for a model of so many layers with experts: where it has fewer, layers repeat it.
 
         Each repetition begins elsewhere in the text. Raises BimetalError for other numbers of experts.
         """
@@ -83,7 +83,7 @@ class Skew:
 
 
 def synthetic_trace(layers: int, experts: int, used: int, tokens: int, skew: Skew, seed: int = 0) -> Trace:
-    """A trace of random routing, each layer by itself."""
+    """Return a trace of random routing, each layer by itself."""
     random = np.random.default_rng(seed)
     base = random.permuted(np.tile(-skew.zipf * np.log(np.arange(1, experts + 1)), (layers, 1)), axis=1)
     ids = np.empty((tokens, layers, used), np.int32)

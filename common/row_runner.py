@@ -217,7 +217,7 @@ class RowRunner:
         return self._joined[target_only]
 
     def _state_of(self, states: list[State], without_draft: list[bool]) -> Any:
-        """The states as one; of some of them the layers of a draft stay as they are."""
+        """Return the states as one; of some of them the layers of a draft stay as they are."""
         layers = len(self.model.weights.layers)
         own = [layers if each else layers + DRAFT_LAYERS for each in without_draft]
         if self._state is None or self._state.states != states or self._state.own != own:
@@ -249,7 +249,7 @@ def _answer(
     chosen: "Handle | Exception | None",
     filled: "tuple[Handle, ...] | None",
 ) -> Computed | Exception:
-    """The answer of one sequence; `filled`: what its masks predict, where that was found for several at once."""
+    """Return the answer of one sequence; `filled`: what its masks predict, where that was found for several at once."""
     if isinstance(chosen, Exception):
         return chosen
     if rows.mask is None or filled is not None:

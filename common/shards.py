@@ -71,7 +71,7 @@ class Shard:
     segments: tuple[Segment, ...]
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the stored tensor, of which this rank's part has `shape`."""
+        """Return the shape of the stored tensor, of which this rank's part has `shape`."""
         axis = self.axis % len(shape)
         return (*shape[:axis], sum(s.length for s in self.segments), *shape[axis + 1 :])
 
@@ -101,7 +101,7 @@ class Shard:
             )
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """The rank's part of a tensor that `check` accepts; no other bytes are read."""
+        """Return the rank's part of a tensor that `check` accepts; no other bytes are read."""
         axis = self.axis % len(tensor.shape)
         if tensor.shape[axis] != sum(s.length for s in self.segments):
             raise ValueError("length")

@@ -247,7 +247,7 @@ def grows(s: Spec) -> TypeGuard[RowSpec]:
 
 
 def all_specs(layers: Iterable[LayerSpec]) -> list[Spec]:
-    """The specs of all layers, in order."""
+    """Return the specs of all layers, in order."""
     return [s for layer in layers for s in layer.values()]
 
 

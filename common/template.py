@@ -299,7 +299,7 @@ def _tojson(
 
 @lru_cache
 def compile_template(template: str) -> Template:
-    """Compile a Jinja source; raises BimetalError if it is invalid."""
+    """Return the program of a Jinja source; raises BimetalError where that is none."""
     if len(template) > SOURCE:
         raise BimetalError(f"the chat template has {len(template)} characters; at most {SOURCE} are supported")
     sandbox = _Sandbox()

@@ -41,7 +41,7 @@ class Tensor:
         return sum(t.data.nbytes for t in (self, self.scales, self.biases) if t is not None)
 
     def take_rows(self, index: np.ndarray) -> "Tensor":
-        """The rows `index` (int, (n,)) of the first axis, in that order; works for every type."""
+        """Return the rows `index` (int, (n,)) of the first axis, in that order; works for every type."""
         if len(self.shape) == 1:  # a vector's elements are its rows
             size = self.data.shape[-1] // self.shape[0]
             data = self.data.reshape(self.shape[0], size)[index].reshape(-1)
@@ -56,7 +56,7 @@ class Tensor:
         )
 
     def reshape(self, shape: tuple[int, ...]) -> "Tensor":
-        """The same elements under `shape`, which may differ from the stored one in axes of length 1 alone."""
+        """Return the same elements under `shape`, which may differ from the stored one in axes of length 1 alone."""
 
         def reshaped(part: "Tensor", shape: tuple[int, ...]) -> "Tensor":
             return replace(part, shape=shape, data=part.data.reshape(*shape[:-1], -1))
@@ -140,7 +140,7 @@ def give_back(data: np.ndarray) -> None:
 
 
 def stored_at(data: np.ndarray) -> tuple[MappedFile, int] | None:
-    """The file that `data` is a view into, and where the view begins in it; None for bytes of no mapped file."""
+    """Return the file that `data` is a view into, and where the view begins in it; None for bytes of no mapped file."""
     whole = data
     while isinstance(whole.base, np.ndarray):
         whole = whole.base

@@ -173,7 +173,7 @@ class Tokenizer:
         return ids
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **options: Any) -> "ChatPrompt":
-        """The prompt of `messages`, as text and as token ids; options as in common.chat.chat_prompt."""
+        """Return the prompt of `messages`, as text and as token ids; options as in common.chat.chat_prompt."""
         from common.chat import chat_prompt  # Jinja is for chats alone
 
         return chat_prompt(self, messages, tools, **options)
@@ -227,7 +227,7 @@ class Tokenizer:
         return max([1, *lengths, *map(len, self._added.values())])
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that a token stands for; not always whole characters."""
+        """Return the bytes that a token stands for; not always whole characters."""
         if id in self._added:
             return self._added[id]
         token = self._backend.id_to_token(id) if 0 <= id < self.vocab_size else None
@@ -241,7 +241,7 @@ class Tokenizer:
         return token.encode()
 
     def whole_text(self, id: int) -> str | None:
-        """The text of a token of whole characters, found once; None for one that holds a part of a character."""
+        """Return the text of a token of whole characters, found once; None for one that holds a part of a character."""
         if id not in self._whole:
             try:
                 self._whole[id] = self.token_bytes(id).decode()
@@ -302,7 +302,7 @@ class Decoder:
         self._in_character = False  # whether bytes of an unfinished one are held
 
     def push(self, id: int) -> str:
-        """The whole characters that `id` completes; "" while a character is unfinished."""
+        """Return the whole characters that `id` completes; "" while a character is unfinished."""
         if id in self._skip:
             return ""
         text = None if self._in_character else self._tokenizer.whole_text(id)

@@ -41,7 +41,7 @@ class Syntax(NamedTuple):
 
 
 def find_syntax(template: str) -> Syntax | None:
-    """Find the syntax that a chat template shows its model; None if it is unknown."""
+    """Return the syntax that a chat template shows its model; None if it is none of ours."""
     if OPEN not in template:
         return None
     if "<function=" in template and "<parameter=" in template:
@@ -72,7 +72,7 @@ To call one, write a JSON object with its name and its arguments between tags, f
 
 
 def spelled_out(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Write a conversation with tools for a template without a place for them: tools, calls and results become text.
+    """Return a conversation with tools for a template that has no place for them: tools, calls and results become text.
 
     messages  as templates take them; tools are appended to the system message, results are messages of the user
     """
@@ -98,7 +98,7 @@ def spelled_out(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> 
 
 
 def plain_text(content: Any) -> str:
-    """The text of a message's content: text, parts of text, or None."""
+    """Return the text of a message's content: text, parts of text, or None."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part["text"] for part in content)
@@ -110,7 +110,7 @@ def _signature(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def schemas(tools: Any) -> dict[str, Mapping[str, Any]]:
-    """The parameters of each tool, given as in OpenAI's API: {"type": "function", "function": {...}}."""
+    """Return the parameters of each tool, given as in OpenAI's API: {"type": "function", "function": {...}}."""
     if not isinstance(tools, list | tuple):
         raise UsageError(f"tools is {shown(tools)}, not a list")
     found = {}
@@ -153,7 +153,7 @@ def _hermes(body: str, schemas: Schemas) -> Call | None:
 
 
 def _tagged(head: str, argument: str, close: str, tail: str, framed: bool) -> Parse:
-    """A parser of a name and arguments between tags, from patterns.
+    """Return a parser of a name and arguments between tags, from patterns.
 
     head      the call up to its first argument; group 1 is the name
     argument  an argument up to its value; group 1 is the key
@@ -217,7 +217,7 @@ _PYTHON = {"None": None, "True": True, "False": False}  # Qwen's templates print
 
 
 def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """The value that `text` stands for under a JSON schema, whose $refs lead into `root`.
+    """Return the value that `text` stands for under a JSON schema, whose $refs lead into `root`.
 
     If strings are allowed, JSON of another allowed type gets that type, any other text is a string. If they are not,
     JSON is parsed, and other text stays a string: the tool can then report to the model what is wrong.

@@ -50,7 +50,7 @@ def write(model: Path, found: Calibration) -> Path:
 
 
 def read(model: Path) -> Calibration | None:
-    """Read the calibration beside the model, if there is one. Raises BimetalError for an invalid file."""
+    """Return the calibration beside the model, if there is one. Raises BimetalError for a file that is none."""
     file = place(model)
     if not file.is_file():
         return None
@@ -68,6 +68,6 @@ def read(model: Path) -> Calibration | None:
 
 
 def window_beside(model: Path) -> WedlmOptions:
-    """Return the default window of the model's replies: as calibrated, else the preset."""
+    """Return the window that replies of the model take where they are given none: as calibrated, else the preset."""
     found = read(model)
     return PRESETS["balanced"] if found is None else found.window

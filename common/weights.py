@@ -69,7 +69,7 @@ class Names:
         fix: Mapping[str, Fix] | None = None,
         shard: Shard | None = None,
     ) -> Stored:
-        """The weight called `hf` (by mlx-lm too) or `gguf`, with `fix` of this dialect if any."""
+        """Return the weight called `hf` (by mlx-lm too) or `gguf`, with `fix` of this dialect if any."""
         name = gguf if self.dialect == "gguf" else hf
         return Stored((self.prefix + name,), shape, (fix or {}).get(self.dialect), shard=shard)
 
@@ -142,7 +142,7 @@ def load_weights(
     out: int | None = None,
     streamed: Mapping[Matrix, Any] = MappingProxyType({}),
 ) -> SimpleNamespace:
-    """The weights as namespaces of backend handles: `.embed`, `.norm`, ..., `.layers[i].q_proj`, ...
+    """Return the weights as namespaces of backend handles: `.embed`, `.norm`, ..., `.layers[i].q_proj`, ...
 
     first     number of the first layer in the state
     out       the layer beside which the last norm lies, if not `layout.out`
@@ -256,7 +256,7 @@ def _handle(checkpoint: Checkpoint, entry: "Matrix | Vector", ops: Ops) -> Any:
 
 
 def to_backend(entry: "Matrix | Vector", parts: Sequence[Tensor], ops: Ops) -> Any:
-    """Make the handle of a weight from the canonical tensors of its parts."""
+    """Return the handle of a weight, of the canonical tensors of its parts."""
     if isinstance(entry, Vector):
         return ops.vector(parts[0])
     return ops.expert_weight(*parts) if isinstance(entry, ExpertMatrix) else ops.weight(*parts)
@@ -269,7 +269,7 @@ def own_part(checkpoint: Checkpoint, stored: Stored) -> list[Tensor]:
 
 
 def canonical(checkpoint: Checkpoint, stored: Stored, unseen: bool) -> Tensor:
-    """Return the weight as a backend takes it, from a checkpoint that `account` accepted.
+    """Return the weight as a backend takes it, of a checkpoint that `account` accepted.
 
     unseen  the backend checks scales itself: bytes that it receives as stored are not checked here
     """

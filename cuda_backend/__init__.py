@@ -104,7 +104,7 @@ def limit_memory(nbytes: int, devices: Sequence[int] = ()) -> None:
 
 
 def random_ops(experts: HotExperts | None = None, trace: Trace | None = None, start: int = 0) -> "CudaOps":
-    """Open the current GPU for models with random quantized matrices, which it makes itself.
+    """Open the current GPU for models whose quantized matrices are random: the GPU makes the matrices itself.
 
     experts  memory that experts may take of the GPU, the others being in host memory; None: all are in GPU memory
     trace    the routing that steps replay, from token `start` on; None: random routers choose
@@ -115,7 +115,7 @@ def random_ops(experts: HotExperts | None = None, trace: Trace | None = None, st
 
 
 def open_ops(checkpoint: Checkpoint, wide: bool = False, experts: HotExperts | None = None) -> "CudaOps":
-    """Open the current GPU. Matrices keep the types of `checkpoint`; activations are float32, `wide` or not.
+    """Open the current GPU. Matrices keep the types stored in `checkpoint`; activations are float32, `wide` or not.
 
     experts  budget of hot experts in its memory; None: all experts are there
     """
@@ -131,7 +131,7 @@ def open_devices(
     sizes: Callable[[Ops], Sequence[int]],
     random: bool = False,
 ) -> Ops:
-    """Open the GPUs `devices`, which share a model's layers in this order; a single one becomes the current GPU.
+    """Open the GPUs `devices`, which share layers in this order; a single one becomes the thread's current GPU.
 
     split   proportions of the model's bytes; empty: those of free memory
     draft   the GPU of a draft's layers; None: the last of `devices`

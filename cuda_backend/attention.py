@@ -141,7 +141,7 @@ def new_pieces(
     shares: int,
     seen: tuple[int, int] = (0, 0),
 ) -> Pieces:
-    """Memory for the sums of rows and heads = `shape`, whose pieces `shares` CTAs share.
+    """Allocate the sums of (rows, heads) = `shape`; `shares` CTAs divide the pieces among them.
 
     seen  as in `attend_long`
     """
@@ -225,7 +225,7 @@ Heads = tuple[Array | None, Array, Array]  # queries, keys and values of a step
 
 
 def write_rows(context: Context, heads: Heads, kv: KV, step: DeviceStep, q16: int, room: Planes) -> ExactStep:
-    """Float16 of queries at `q16`, and rows of keys and values in `room` and among those that are read exactly."""
+    """Write queries as float16 to `q16`, keys and values to `room` and to the rows that are read exactly."""
     q, k, _ = heads
     exact = open_exact(context, kv, len(k), q.shape[1] if q else 0, step)
     heads_to_cache(context, heads, step, q16, room, exact)
@@ -238,7 +238,7 @@ def write_rows(context: Context, heads: Heads, kv: KV, step: DeviceStep, q16: in
 def heads_to_cache(
     context: Context, heads: Heads, step: DeviceStep, q16: int, room: Planes, exact: ExactStep = NO_EXACT
 ) -> None:
-    """Float16 of q at `q16`, and rows of k and v in the cache; norm and rope happen in the same launch."""
+    """Write q as float16 to `q16`, k and v to the cache; norm and rope are part of the same launch."""
     (q, k, v), (keys, values) = heads, room
     T, K, D = k.shape
     H = q.shape[1] if q else 0
@@ -308,7 +308,7 @@ def attend_long(
     exact: ExactStep = NO_EXACT,
     sight: Sight | None = None,
 ) -> Array:
-    """Attention of a long step, (T, H, D) = `shape`, whose rows lie in `room`, the planes of all slots or of one.
+    """Attend with the rows of a long step, (T, H, D) = `shape`, to `room`: the planes of all slots or of one.
 
     seen   positions of the window, 0: all; and those of the first ones that every row sees
     sight  blocks of keys that blocks of rows see; None: all
@@ -354,7 +354,7 @@ def attend_stretch(
     stretch: tuple[int, int],
     held: int,
 ) -> None:
-    """Attention of a long step over positions first to last - 1 = `stretch`, which the planes hold from place 0 on.
+    """Attend with a long step to positions first to last - 1 = `stretch`, which the planes hold from place 0 on.
 
     One call for each stretch, in order. `out` (T, H, D) is whole after the last; `held` is memory for what rows carry
     from one to the next, 32 bytes for each head.
@@ -393,7 +393,7 @@ class Combined(NamedTuple):
 
 
 def combined(context: Context, pieces: Pieces, shape: tuple[int, int, int], step: DeviceStep) -> Array:
-    """The pieces added up, when their consumer is known; it may multiply them by a gate."""
+    """Add up the pieces once their consumer is known; the consumer may multiply them by a gate."""
     T, H, D = shape
     return Array(shape, lazy=Lazy(context, ATTENTION, T, H * D, (), Combined(pieces, D, step)))
 
@@ -413,7 +413,7 @@ ATTENTION = Op("attention", _emit)
 def combine(
     context: Context, pieces: Pieces, D: int, step: DeviceStep, out: np.ndarray, op: int = 0, gate: np.ndarray = NOTHING
 ) -> None:
-    """The pieces added up, D columns of a head."""
+    """Add up the pieces, D columns of a head."""
     most, sums, stats, T, H, wide, first, *cut, turn_back = pieces
     runs, blocks = run_count(most, pieces.window, pieces.sinks), (H, T, -(-D // 128))
     # warps of a CTA where all CTAs run at once and the next product begins beside them
@@ -450,5 +450,5 @@ def combine(
 
 
 def windowed(window: int) -> str:
-    """The build of kernels/flash.cuh."""
+    """Return the definition by which kernels/flash.cuh is built."""
     return f"WINDOWED={int(window > 0)}"

@@ -22,12 +22,12 @@ class BackgroundCopies:
 
     @property
     def waiting_bytes(self) -> int:
-        """Count the bytes of device memory that wait for their copies."""
+        """Count the bytes of device memory that wait to be copied."""
         self._forget_finished()
         return sum(out.nbytes for _, out in self.waiting)
 
     def most(self, free: int) -> int:
-        """Return how many bytes may wait if `free` more bytes of the device are free: MANY, or a quarter of both."""
+        """Limit the bytes that may wait: MANY, or a quarter of those that wait and of `free` bytes of the device."""
         return max(MANY, (free + self.waiting_bytes) // 4)
 
     def make_room(self, nbytes: int, free: int) -> None:

@@ -9,7 +9,7 @@ OLDEST = 75  # compute capability 7.5: products of int8 on tensor cores
 
 
 def available() -> Card:
-    """Read the device's card; raises BimetalError with advice if CUDA cannot run."""
+    """Return the device's card; raises BimetalError with what to install or choose if CUDA cannot run."""
     try:
         if not cupy.cuda.runtime.getDeviceCount():
             raise BimetalError("no NVIDIA GPU is visible; choose another backend, or check CUDA_VISIBLE_DEVICES")

@@ -88,7 +88,7 @@ class Context:
         return replay.uploaded(replay.inputs_for(step, own=True), shape, step, kept, inputs)
 
     def rope_of(self, rope: Rope | None, positions: Array | None) -> np.ndarray:
-        """Build the rope of rows at `positions` as kernels read it: prelude.cuh Rope."""
+        """Return the rope of rows at `positions` as kernels read it: prelude.cuh Rope."""
         if rope is None or positions is None:
             return np.zeros((), ROPE)
         if rope not in self.ropes:
@@ -98,7 +98,7 @@ class Context:
 
 
 def make(card: Card, budget: HotExperts | None = None) -> Context:
-    """Make a context on the current GPU; with `budget` it holds some experts of a mixture."""
+    """Make a context on the current GPU; with `budget` one that holds some experts of a mixture."""
     stream, side, arena = Stream(), Stream(), Arena()
     captures_long = card.finds_slot and budget is None  # the host copies the experts of a long step
     replay = Replay(arena, stream, side, overlap=card.capability >= 90, captures_long=captures_long)

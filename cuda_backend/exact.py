@@ -25,7 +25,7 @@ NO_EXACT = ExactStep(np.zeros((), EXACT))
 
 
 def open_exact(context: Context, kv: KV, T: int, H: int, step: DeviceStep) -> ExactStep:
-    """Return the exact rows of a layer with room for those of the step, and memory for its queries (T, H, D)."""
+    """Open a layer's exact rows with room for the step's rows, and memory for the queries (T, H, D) of the step."""
     exact: Exact | None = kv.exact
     if exact is None:
         return NO_EXACT

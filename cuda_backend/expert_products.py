@@ -75,7 +75,7 @@ def grouped_linear(
 
 
 def chosen_linear(context: Context, x: Lazy | Array, w: Weight, last: Weight | None, choice: np.ndarray) -> Array:
-    """Multiply one row by each matrix that it chooses, and by `last` if there is one: (matrices, rows)
+    """Return one row times each matrix that it chooses, and times `last` if there is one: (matrices, rows)
 
     x       the row, or gates and ups (matrices, 2 columns), whose SwiGLU is the row of each matrix
     choice  kernels/choose.cuh Choice

@@ -61,7 +61,7 @@ def in_host(s: Segment) -> np.ndarray:
 
 
 def parts_of_expert(stacks: Sequence[Stack], expert: int, slot: int) -> Iterator[tuple[Segment, int, int]]:
-    """Each segment's part of an expert: the segment, the part's address in the host, and that in a slot at `slot`."""
+    """List the parts of an expert: segment, address in host memory, address in the slot at `slot`."""
     for stack in stacks:
         for s, offset in zip(stack.weight.segments, stack.offsets, strict=True):
             yield s, s.memory.address + expert * s.expert_bytes, slot + offset
@@ -129,7 +129,7 @@ class Staging:
         return copied
 
     def use(self, layer: int, which: int) -> Weight:
-        """Return the stack whose copies have begun, for later launches on the stream."""
+        """Return the stack whose copies have been started, for launches on the stream from now on."""
         self.stream.wait(self.ready[which])
         staged = self.stacks[layer][which].staged
         for s, places in zip(staged.segments, self.tables[which], strict=True):

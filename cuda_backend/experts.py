@@ -144,7 +144,7 @@ class ExpertStore:
 
     @contextmanager
     def staged(self, weight: Weight) -> Iterator[Weight]:
-        """Return the stack for a prefill product launched in the block; after it the next layer's is copied."""
+        """Provide the stack for a product of prefill launched within; afterwards the next layer's stack is copied."""
         assert weight.layer is not None
         layer, which = weight.layer, GATE_UP if weight is self.stacks[weight.layer][GATE_UP].weight else DOWN
         for part in (GATE_UP, DOWN)[which:]:
@@ -316,7 +316,7 @@ class ExpertStore:
         return self.residency.counters.stats(before)
 
     def link_rate(self) -> float:
-        """Measure bytes per second of the link to the host: the limit of copies and of missed experts."""
+        """Measure the bytes per second of the link to the host: the limit of copies, and of experts that are missed."""
         return HostMemory(LINK_BYTES, "a measurement").rate(self.copies)
 
     # -- between requests ----------------------------------------------------------------------------------------------

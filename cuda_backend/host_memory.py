@@ -40,5 +40,5 @@ class HostMemory:
         return self.nbytes / best
 
     def numbers(self) -> np.ndarray:
-        """Return the memory as int32, valid while this object lives."""
+        """View the memory as int32, valid as long as this object lives."""
         return np.ctypeslib.as_array((ctypes.c_int32 * (self.nbytes // 4)).from_address(self.address))

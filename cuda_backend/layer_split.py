@@ -29,7 +29,7 @@ from cuda_backend.several_gpus import SeveralGpus, check_devices, connect, each,
 
 
 def forwarded(name: str) -> Any:
-    """Return the op `name`, run on the GPU of its arguments."""
+    """Make the op `name`, which runs on the GPU that its arguments choose."""
 
     def op(self: "LayerSplitOps", *args: Any, **options: Any) -> Any:
         gpu = gpu_of(list(leaves(args)))
@@ -177,7 +177,7 @@ class LayerSplitOps(SeveralGpus):
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _local(self, x: Any, gpu: Gpu) -> Any:
-        """Convert an argument for the ops of `gpu`."""
+        """Convert an argument to what the ops of `gpu` take."""
         if isinstance(x, Held):
             return x.value
         if isinstance(x, MultiGpuStep):

@@ -160,12 +160,12 @@ def packing(type_: str, rows: int) -> Packing:
 
 
 def row_bytes(packing: Packing) -> int:
-    """Bytes of 32 columns of a packed row."""
+    """Count the bytes of 32 columns of a packed row."""
     return 40 if packing.cols == 1 else 36 if packing.fine else 37
 
 
 def packed_size(columns: int, rows: int, packing: Packing) -> int:
-    """Bytes of `rows` packed rows."""
+    """Count the bytes of `rows` packed rows."""
     padded = packing.whole + -(-(rows - packing.whole) // packing.cols) * packing.cols
     return groups_of(columns) * row_bytes(packing) * padded
 
@@ -277,7 +277,7 @@ def one_row_tiles(card: Card, width: int, packed: int = 0, exact: bool = False) 
 
 
 def split_rows(card: Card, width: int, rows: int, packed: int = 0, exact: bool = False) -> int:
-    """Rows per CTA of kernels/split.cu for a step with `rows` rows per KV head: 16, or 32 where 32 fit."""
+    """Return the rows per CTA of kernels/split.cu for a step with `rows` rows per KV head: 16, or 32 if they fit."""
     if rows <= 16:
         return 16
     try:
@@ -337,7 +337,7 @@ def whole_tiles(card: Card, width: int) -> tuple[tuple[str, ...], int]:
 
 
 def groups_of(columns: int) -> int:
-    """Groups of 32 columns of a packed row, padded to a whole unit of any weight (256 columns)."""
+    """Count the groups of 32 columns of a packed row, padded to a whole unit of any weight (256 columns)."""
     return -(-columns // 256) * 8
 
 
@@ -366,12 +366,12 @@ def delta_saved(
 
 
 def saved_bytes(key_width: int, wide: int = 64) -> int:
-    """Bytes of a matrix that kernels/delta.cu saves: the columns of a CTA."""
+    """Count the bytes of a matrix that kernels/delta.cu saves: the columns of a CTA."""
     return -(-key_width // 64) * 64 * wide * 4
 
 
 def padded(width: int) -> int:
-    """A head's width in memory, a multiple of 16."""
+    """Round up a head's width to its width in memory, a multiple of 16."""
     return -(-width // 16) * 16
 
 
@@ -410,7 +410,7 @@ def window_group(seen: int) -> int:
 
 
 def group_count(n: int) -> int:
-    """Groups of n positions: kernels/flash.cuh group_of."""
+    """Count the groups of n positions, as kernels/flash.cuh group_of numbers them."""
     if n <= 4096:
         return -(-n // 128)
     if n <= 32768:
@@ -423,7 +423,7 @@ def group_count(n: int) -> int:
 
 
 def run_count(most: int, window: int, sinks: int) -> int:
-    """The most runs of eight groups that kernels/pieces.cu finds in `most` positions."""
+    """Count the runs of eight groups that kernels/pieces.cu finds in `most` positions, at most."""
     groups = group_count(most)
     if window:
         size = window_group(window + sinks)

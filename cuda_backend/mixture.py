@@ -260,7 +260,7 @@ HEAD_PRODUCTS = Op("head products", _emit_head_products)
 
 
 def _head_groups(context: Context, T: int, H: int) -> Groups:
-    """Group rows (t, head), each with the matrix of its head."""
+    """Group the rows (t, head), each of which takes the matrix of its head."""
     if (T, H) in context.groups:
         return context.groups[T, H]
     cols = 8 if T <= MAX_DECODE_ROWS else PREFILL_COLS

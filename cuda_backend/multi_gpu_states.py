@@ -83,7 +83,7 @@ class MultiGpuPool:
         return self
 
     def new_state(self) -> "MultiGpuState":
-        """Return a vacant slot as the state of a new sequence; deleting the state frees the slot."""
+        """Take a vacant slot as the state of a new sequence; the slot is vacant again when the state is deleted."""
         return MultiGpuState(self)
 
     @property
@@ -130,7 +130,7 @@ class MultiGpuState(State):
 
     @property
     def saving(self) -> tuple[int, int | None]:
-        """Count the bytes on all GPUs."""
+        """Count the bytes of all GPUs, of which each has a share."""
         waiting = most = 0
         for gpu, share in self.shares.items():
             with gpu.device:
@@ -151,7 +151,7 @@ class MultiGpuState(State):
         return self.pool.calibrates
 
     def runs(self, step: Step) -> list[Run]:
-        """Return the rows of a step, all of this sequence, for any slot number."""
+        """Return the rows of a step, all of this sequence, whatever slot they name."""
         return next(iter(self.shares.values())).runs(step)
 
     def _all(self) -> list[Any]:

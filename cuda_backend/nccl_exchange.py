@@ -55,13 +55,13 @@ class NcclExchange:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Surround the launches of a step, eager or captured."""
+        """Enclose the launches of a step, whether they run or are captured."""
         self.index = 0
         yield
         self.passed += self.index
 
     def sum(self, xs: Sequence[Array], fuses: bool = False) -> list[Array]:
-        """Return the sum of `xs`, (T, K) each, on every GPU, as one partial sum per rank, added up by any consumer."""
+        """Bring `xs`, (T, K) each, to every GPU as one partial sum per rank; any consumer adds them up."""
         T, K = xs[0].shape
         if not T:
             return list(xs)
@@ -127,7 +127,7 @@ class NcclExchange:
 
 @cache
 def _communicators(nccl: ModuleType, devices: tuple[int, ...]) -> Sequence[Any]:
-    """Open a communicator of each GPU, shared by all models on these GPUs, for as long as the process lives.
+    """Return a communicator per GPU; all models on these GPUs share them, and they last as long as the process.
 
     CuPy destroys a communicator with its object, and NCCL's destruction waits until all graphs that contain its calls
     are gone, which Python may free later: a deadlock.

@@ -29,7 +29,7 @@ class Card:
 
     @property
     def half(self) -> str:
-        """Return the type in which cuBLAS multiplies many rows: before 8.0 tensor cores lack bf16."""
+        """Return the type in which cuBLAS multiplies many rows: before 8.0 tensor cores have no bf16."""
         return "BF16" if self.capability >= 80 else "F16"
 
     @property

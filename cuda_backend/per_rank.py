@@ -44,7 +44,7 @@ class PerRank:
 
 
 def per_rank(gpus: Sequence[Gpu], trees: Sequence[Any]) -> Any:
-    """Join all ranks' weights to one tree of PerRank weights; `trees`: namespaces and lists of weights or None."""
+    """Join the weights of all ranks in one tree of PerRank weights; `trees` are namespaces and lists."""
     first = trees[0]
     if isinstance(first, SimpleNamespace):
         return SimpleNamespace(**{n: per_rank(gpus, [getattr(tree, n) for tree in trees]) for n in vars(first)})

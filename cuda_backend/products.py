@@ -197,7 +197,7 @@ def _product(context: Context, x: Lazy, w: Weight) -> Array:
 
 
 def embed(context: Context, table: Weight, tokens: int, T: int) -> Array:
-    """Look up rows `tokens` (int32 on the device) of a table of one type: (T, columns)"""
+    """Return rows `tokens` (int32 on the device) of a table of one type: (T, columns)"""
     (s,) = table.segments
     stream, out = context.stream, Array((T, s.columns), context.arena.take(T * s.columns * 4))
     if s.type in UNITS:

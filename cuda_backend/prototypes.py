@@ -81,7 +81,7 @@ PROTOTYPE = re.compile(
 
 
 def prototypes(code: str) -> dict[str, tuple[str, ...]]:
-    """Parse the parameters of each kernel in CUDA C++ source: {"fill": ("u32* words", "s64 n", "u32 seed")}."""
+    """List the parameters of each kernel in CUDA C++ source: {"fill": ("u32* words", "s64 n", "u32 seed")}."""
     found = PROTOTYPE.finditer(code)
     return {m["name"]: tuple(p.strip() for p in " ".join(m["parameters"].split()).split(",")) for m in found}
 

@@ -227,7 +227,7 @@ class Inputs:
         return Array((T, n), memory.address, owner=memory)
 
     def step(self, shape: Shape, is_block: bool = False) -> DeviceStep:
-        """Return the step in this memory, for a shape."""
+        """Describe the uploaded step, which has this shape."""
         if (shape, is_block) not in self.steps:
             positions = self.memory.address + END
             self.steps[shape, is_block] = DeviceStep(
@@ -300,7 +300,7 @@ class Replay:
         return self.uploaded(self.inputs_for(step), shape_of(pool, step, runs), step, *pool.inputs(step, runs))
 
     def uploaded(self, inputs: Inputs, shape: Shape, step: Step, kept: int, runs: Sequence[RunInput]) -> DeviceStep:
-        """Upload a step to `inputs` and return it, for launches of `shape`."""
+        """Upload a step to `inputs`, for launches of `shape`."""
         inputs.upload(step, kept, runs)
         if shape.T <= MAX_DECODE_ROWS:
             return inputs.step(shape, step.parents is None)

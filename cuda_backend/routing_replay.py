@@ -39,6 +39,6 @@ class Routing:
         self.token = (self.token + rows) % tokens
 
     def logits_of(self, layer: int, T: int) -> Array:
-        """The logits (T, experts) of a layer, for a step that the last call of `step` was for."""
+        """Return the logits (T, experts) of a layer, for the step of the last call of `step`."""
         size = T * self.trace.experts
         return Array((T, self.trace.experts), self.logits.address + 4 * self.layers.index(layer) * size)

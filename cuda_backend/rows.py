@@ -145,7 +145,7 @@ def _gated(context: Context, code: int, x: Array, gate: Array) -> Array:
 
 
 def pointwise(context: Context, code: int, x: Array, y: Array) -> Lazy:
-    """Return an op of kernels/rows.cu pointwise on each element of x and y."""
+    """Run an op of kernels/rows.cu pointwise on each element of x and y."""
     return Lazy(context, POINTWISE[code], x.shape[0], math.prod(x.shape[1:]), (x, y), code)
 
 

@@ -79,7 +79,7 @@ def top_k(context: Context, logits: Array, k: int) -> tuple[Array, Array]:
 
 
 def argmax_entropy(context: Context, logits: Array, excluded: int) -> tuple[Array, Array]:
-    """Find the best token but `excluded` of each row, int32 (T,), and the entropy without it, float32 (T,)."""
+    """Find each row's most probable token except `excluded`, int32 (T,), and its entropy without it, float32 (T,)."""
     (T, V), stream = logits.shape, context.stream
     pieces = _pieces_of_best(V)
     memory = Memory(T * (16 * pieces + 8), stream)

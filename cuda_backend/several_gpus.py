@@ -139,7 +139,7 @@ def check_devices(devices: Sequence[int], chosen: Sequence[int]) -> None:
 
 
 def free(gpu: Gpu) -> int:
-    """Return the free bytes of its memory."""
+    """Count the bytes of the GPU's memory that are free."""
     with gpu.device:
         return gpu.ops.free_bytes()[0]
 

@@ -88,7 +88,7 @@ class CudaPool:
         return self
 
     def new_state(self) -> "CudaState":
-        """Return a vacant slot as the state of a new sequence; deleting the state frees the slot."""
+        """Take a vacant slot as the state of a new sequence; the slot is vacant again when the state is deleted."""
         if not self.vacant:
             raise BimetalError(f"all {self.slots} sequences of the pool are taken")
         slot = min(self.vacant)
@@ -219,7 +219,7 @@ class CudaState(State):
         return self.pool.calibrates
 
     def runs(self, step: Step) -> list[Run]:
-        """Return the rows of a step, all of this sequence, for any slot number."""
+        """Return the rows of a step, all of this sequence, whatever slot they name."""
         if len(step) > 1:
             step.the_slot()
         return [Run(self.slot, 0, len(step))]

@@ -35,7 +35,7 @@ from cuda_backend.transports import Transport, open_exchange, warn_of_slow_sums
 
 
 def on_all(name: str) -> Any:
-    """Return the op `name`, run on every GPU with its parts of the arguments."""
+    """Make the op `name`, which runs on every GPU with that GPU's parts of the arguments."""
 
     def op(self: "TensorParallelOps", *args: Any, **options: Any) -> Any:
         def one(rank: int) -> Any:
@@ -247,7 +247,7 @@ class TensorParallelOps(SeveralGpus):
 
     @contextmanager
     def _first(self) -> Iterator[CudaOps]:
-        """Return the ops of rank 0, for reads."""
+        """Provide the ops of rank 0 for reading a result."""
         try:
             with self.gpus[0].device:
                 yield self.gpus[0].ops
@@ -263,7 +263,7 @@ class TensorParallelOps(SeveralGpus):
         return out
 
     def _local(self, x: Any, rank: int) -> Any:
-        """Convert an argument for the ops of a rank."""
+        """Convert an argument to what the ops of a rank take."""
         if isinstance(x, PerRank):
             return x.parts[rank]
         if isinstance(x, MultiGpuStep):

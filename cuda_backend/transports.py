@@ -21,7 +21,7 @@ SUMS, COLUMNS, RUNS = 16, 256, 3  # what `sum_seconds` measures
 
 
 def open_exchange(gpus: Sequence[Gpu]) -> Transport:
-    """Open the exchange of `gpus`, in the order of the ranks; BimetalError if they cannot exchange rows."""
+    """Open the exchange of `gpus`, whose places are the ranks; BimetalError if they have no way to exchange rows."""
     pairs = [(a.index, b.index) for a, b in itertools.permutations(gpus, 2)]
     apart = next((pair for pair in pairs if not cupy.cuda.runtime.deviceCanAccessPeer(*pair)), None)
     if apart is None:

@@ -129,7 +129,7 @@ class Uploader:
 
 
 def _filling(arrays: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """Divide the arrays into pieces of whole units, a list per buffer, with one or more pieces per reader."""
+    """Divide the arrays into pieces of whole units, a list for each buffer they fill: one or more per reader."""
     pieces: list[np.ndarray] = []
     room = BUFFER
     for array in arrays:

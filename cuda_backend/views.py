@@ -18,7 +18,7 @@ def out_of(to: Target, K: int) -> np.ndarray:
 
 
 def packed_only(out: np.ndarray) -> tuple[str, ...]:
-    """Return the build of store.cuh for rows read only by a product with scales per 128 columns."""
+    """Return the definition of store.cuh for rows that only a product with scales per 128 columns reads."""
     packed = out["packed"] and not (out["dense"] or out["product"] or out["fine"])
     return (f"ONLY={1 if out['cols'] == 1 else 8}",) if packed else ()
 

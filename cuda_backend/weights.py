@@ -85,7 +85,7 @@ Stage = Callable[[Tensor, list[np.ndarray], slice], int]  # a slice of stored ro
 def load(
     parts: Sequence[Tensor], uploader: Uploader, half: str, stage: Stage | None = None
 ) -> tuple[Weight, list[str]]:
-    """Load the parts, stacked by rows; return also the types that are held as float16: with `half` F16 also BF16.
+    """Load the parts stacked by rows; return also the types held as float16 instead: BF16 if `half` is F16.
 
     Scales that are not finite are refused here in expanded matrices, else by `uploader.check`. Later launches of the
     stream find all data, except the last `uploader.ahead` buffers.
@@ -167,7 +167,7 @@ def _segment(parts: list[Tensor], uploader: Uploader, half: str, stage: Stage) -
 
 
 def _places(stack: Tensor, memory: Memory, uploader: Uploader) -> Memory | None:
-    """Return the addresses of the experts of a contiguous stack."""
+    """List the addresses of the experts of a stack that are adjacent in memory."""
     if len(stack.shape) < 3:
         return None
     experts = stack.shape[0]
@@ -206,7 +206,7 @@ def _float_segment(
 
 
 def _float16(part: Tensor, row: int, n: int) -> np.ndarray:
-    """Convert rows of a tensor, counted over all but the last axis, to float16; BimetalError if too large."""
+    """Convert rows of a tensor of any type, over all axes but the last, to float16; BimetalError if too large."""
     flat = _flat(part)
     values = dequantize(flat.take_rows(np.arange(row, min(row + n, flat.shape[0]))))
     with np.errstate(over="ignore"):

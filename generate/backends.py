@@ -85,7 +85,7 @@ ONE_GPU = Placement()
 
 
 def placement_of(args: Any) -> Placement:
-    """Return the placement that parsed flags, or the options of a bench, request."""
+    """Return the placement that parsed flags, or the options of a bench, ask for."""
     draft_device = getattr(args, "draft_device", None)
     check_draft(draft_device, getattr(args, "draft", None))
     memory = getattr(args, "memory", None)
@@ -141,12 +141,12 @@ CACHED = 4096  # tokens beside which weights must fit
 
 
 def usable() -> list[Found]:
-    """List the backends that this machine can run."""
+    """Return the backends that this machine can run."""
     return [found for find in FINDERS.values() if (found := find()).usable]
 
 
 def choose(name: str | None, checkpoint: Checkpoint | None = None) -> Found:
-    """Return the backend `name`, or without one the choice by CHOICE; without a checkpoint, for a model that fits."""
+    """Return the backend called `name`, or by itself as CHOICE says; without a checkpoint, for a model that fits."""
     if name is not None and name not in FINDERS:
         raise UsageError(f"backend {name!r} is unknown; supported: {', '.join(NAMES)}")
     if name is None:
@@ -186,7 +186,7 @@ def open_backend(
     random: bool = False,
     hot: HotExperts | None = None,
 ) -> Ops:
-    """The ops of the chosen backend, in the precision of `checkpoint`; call it in the thread that will use them.
+    """Return the ops of the chosen backend, in the precision of `checkpoint`; call it in the thread that will use them.
 
     random  on CUDA, ops that make quantized matrices at random
     hot     on one CUDA GPU, the memory for hot experts; None: all experts are in its memory
@@ -266,7 +266,7 @@ def open_model(
     placement: Placement = ONE_GPU,
     experts: Callable[[Ops], OpenExperts] | HotExperts | None = None,
 ) -> Model:
-    """Load the checkpoint on the chosen backend, by our definition, or without one by mlx-lm's on MLX.
+    """Return the checkpoint on the chosen backend: by our definition, or on MLX by mlx-lm's where we have none.
 
     experts  gives what `load_model` opens experts with that are read while the model runs; or what experts may take of
              a GPU's memory
@@ -306,7 +306,7 @@ def leave_thread() -> None:
 
 
 def backend_package(name: str) -> ModuleType:
-    """The package of backend `name`, "mlx" or "cuda": the one place that imports any."""
+    """Return the package of backend `name`, "mlx" or "cuda": the one place that imports any."""
     if name == "cuda":
         import cuda_backend
 

@@ -63,7 +63,7 @@ class Request:
         return f"line-{self.line}"
 
     def custom_id(self) -> str | None:
-        """The name that the line gives; None where it gives none, or cannot be read."""
+        """Return the name that the line gives; None where it gives none, or cannot be read."""
         try:
             name = self.values().get("custom_id")
         except ApiError:

@@ -154,7 +154,7 @@ def measure(
 
 
 def ours(model: Model, stop: threading.Event) -> Runner:
-    """A run of our model; raises BimetalError at the next step once `stop` is set."""
+    """Return a run of our model; raises BimetalError at the next step once `stop` is set."""
 
     def once(prompt: np.ndarray, new_tokens: int) -> Timing:
         state = model.new_state(len(prompt) + new_tokens)

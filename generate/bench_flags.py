@@ -23,7 +23,7 @@ from generate.flags import BACKENDS, Parser
 
 
 def options(args: argparse.Namespace) -> BenchOptions:
-    """The options of the job that the flags of `bench` name; refuses flags of another job."""
+    """Return the options of the job that the flags of `bench` name; refuses flags of another job."""
     if args.spec_prompts is not None and args.synthetic is not None:
         raise UsageError("--spec-prompts and --synthetic exclude each other; random weights accept next to nothing")
     if args.serve is not None and (args.spec_prompts or args.synthetic):
@@ -49,7 +49,7 @@ def options(args: argparse.Namespace) -> BenchOptions:
 
 
 def _taken(job: type[BenchOptions]) -> set[str]:
-    """The flags that a job takes, by name; those of a cache stand for its choice."""
+    """Return the flags that a job takes, by name; those of a cache stand for its choice."""
     names = {field.name for field in fields(job)}
     return names - {"cache"} | ({*CacheChoice.__dataclass_fields__} if "cache" in names else set())
 

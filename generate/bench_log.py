@@ -61,7 +61,7 @@ def processor() -> str:
 
 
 def environment(runner: str) -> dict[str, str]:
-    """The columns that describe where a row was measured."""
+    """Return the columns that describe where a row was measured."""
     cupy = next((name for name in ("cupy-cuda13x", "cupy-cuda12x") if _version(name) != "?"), "cupy")
     packages = {"numpy": ["numpy"], "mlx": ["mlx"], "mlx-lm": ["mlx", "mlx-lm"], "cuda": [cupy]}[runner]
     return {

@@ -333,7 +333,7 @@ async def _head(reader: asyncio.StreamReader) -> tuple[str, bool]:
 
 
 def _reason(body: bytes) -> str:
-    """The server's own words in the body of a refusal, after a colon; "" where it has none."""
+    """Return the server's own words in the body of a refusal, after a colon; "" where it has none."""
     try:
         error = json.loads(body)["error"]
         return f": {error['message'] if isinstance(error, dict) else error}"

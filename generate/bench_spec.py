@@ -123,7 +123,7 @@ def _ways(options: SpecBench, is_wedlm: bool) -> dict[str, Speculation]:
 
 
 def read_prompts(file: str, most: int) -> list[str]:
-    """The prompts of a JSON Lines file, {"prompt": text} each; the first `most`."""
+    """Return the prompts of a JSON Lines file, {"prompt": text} each; the first `most`."""
     try:
         lines = Path(file).read_text(encoding="utf-8").split("\n")  # a text may have other line ends in it
     except (OSError, UnicodeDecodeError) as error:

@@ -108,7 +108,7 @@ def _queued_steps(model: Model, state: State, count: int) -> float:
 
 
 def _window(model: Model) -> tuple[np.ndarray, int]:
-    """The tokens of a step, of which the last are masks, and the mask's id."""
+    """Return the tokens of a step, of which the last are masks, and the mask's id."""
     mask = min(WEDLM_MASK, model.config.vocab - 1)
     known = np.random.default_rng(0).integers(0, mask, ROWS - MASKS)
     return np.array([*known, *[mask] * MASKS], np.int32), mask

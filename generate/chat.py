@@ -108,14 +108,14 @@ class Chat:
                 print(f"error: {printable(of_system(error))}", file=sys.stderr)
 
     def _read(self) -> str | None:
-        """Read the next message or command; None at the end of input. Raises Interrupted on Ctrl-C."""
+        """Return the next message or command; None at the end of input. Raises Interrupted on Ctrl-C."""
         try:
             return decoded(self._message, "the message")
         except EOFError:
             return None
 
     def _message(self) -> str:
-        """Read the next line; after a line of only three quotes, all lines up to the next such line."""
+        """Return the next line, or the lines after one that is only three quotes, to the next such line."""
         text = self.read_line("> ")
         if text.strip() != '"""':
             return text

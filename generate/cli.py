@@ -45,7 +45,7 @@ ELSEWHERE = {  # what commands of Ollama, mlx-lm, vLLM and the Hub's client are 
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the arguments of the command line.
+    """Return the parsed arguments.
 
     command  a key of COMMANDS, or "prompt" or "chat"
     options  of prompt and chat: checked keyword arguments of LLM.stream; of bench: a BenchOptions
@@ -115,7 +115,7 @@ def _given_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _load_options(args: argparse.Namespace) -> LoadOptions:
-    """Collect the given options of loading, of a command that has some or all of their flags."""
+    """Return the options of loading among the flags of a command that has some or all of them."""
     given: dict[str, Any] = {name: getattr(args, name) for name in LOAD if hasattr(args, name)}
     if args.command in ("prompt", "chat"):
         given["parallel"] = 1  # so that no memory is reserved for other replies

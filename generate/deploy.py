@@ -126,7 +126,7 @@ def _amount(name: str, value: Any) -> float:
 
 
 def _flags(given: Mapping[str, Any]) -> list[str]:
-    """Make the flags of `serve` from `key=value` arguments: true gives a flag without a value, a list repeats it."""
+    """Return the flags of `serve` for `key=value` arguments: true gives a flag without a value, a list repeats it."""
     found = []
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"

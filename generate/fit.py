@@ -123,7 +123,7 @@ def _checkpoints(name: str) -> Iterator[tuple[dict[str, Path], str]]:
 
 
 def _choose(listing: Listing, repo: str, file: str | None, quant: str | None) -> tuple[list[str], list[str]]:
-    """List the models of a repository, by the path to open ("" for its safetensors), and all files that they need."""
+    """Return the models of a repository, by the path to open ("" for its safetensors), and all files that they need."""
     if file or quant:
         files, entry = choose_files(listing.sizes, repo, file, quant)
         return [entry], files

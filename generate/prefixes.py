@@ -51,7 +51,7 @@ def memory_budget(choice: PrefixChoice) -> int:
 def open_prefixes(
     model: Model, checkpoints: Sequence[Checkpoint], choice: PrefixChoice, facts: Sequence[object]
 ) -> PrefixCache | None:
-    """Open the cache for `model`; None if its states cannot be saved, or the budget is 0.
+    """Return the cache for `model`; None where its states cannot be saved, or nothing may be kept.
 
     checkpoints  of the model, and of its draft
     facts        other values that change bits: the card, the placement, windows
@@ -67,7 +67,7 @@ def open_prefixes(
 
 
 def fingerprint(model: Model, checkpoints: Sequence[Checkpoint], facts: Sequence[object]) -> str:
-    """Hash all that the bits of a state depend on, beside its tokens and long steps: 32 hexadecimal digits."""
+    """Return all that the bits of a state depend on beside its tokens and its long steps, as 32 hexadecimal digits."""
     hashed = blake2b(digest_size=16)
     for part in _parts(model, checkpoints, facts):
         hashed.update(len(part).to_bytes(8, "little") + part)
@@ -99,7 +99,7 @@ def _identity(tensor: Tensor) -> Iterator[bytes]:
 
 @cache
 def _sources(backend: str) -> bytes:
-    """Hash the code that computes: any change of it may change bits."""
+    """Return a hash of the code that computes: any change of it may change bits."""
     folders = {"cuda": ["cuda_backend"], "mlx": ["mlx_backend", "metal_kernels"]}.get(backend, [])
     hashed = blake2b(digest_size=16)
     for folder in ("common", *folders):

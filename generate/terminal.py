@@ -106,7 +106,7 @@ class Waiting:
 
 
 def figures(stats: Stats) -> str:
-    """Write the stats of a reply in two lines; more if decoding was speculative, or experts were streamed.
+    """Return the stats of a reply in two lines; more where decoding was speculative, or experts were streamed.
 
     A reply of a few tokens has no speed of decoding.
     """

@@ -77,7 +77,7 @@ def positive(text: str) -> int:
 
 
 def limit(text: str) -> int | None:
-    """Read a number of tokens; None is the context, which llama.cpp and Ollama name -1 and -2."""
+    """Return a number of tokens; None is the context, which llama.cpp and Ollama name -1 and -2."""
     if text in ("-1", "-2"):
         return None
     try:
@@ -87,12 +87,12 @@ def limit(text: str) -> int | None:
 
 
 def seed(text: str) -> int | None:
-    """Read the seed of a reply; None is a new one, which llama.cpp names -1."""
+    """Return the seed of a reply; None is a new one, which llama.cpp names -1."""
     return None if text == "-1" else count(text)
 
 
 def url(text: str) -> str:
-    """Read a server's address, without a path."""
+    """Return a server's address, without its path."""
     try:
         parts = urlsplit(text)
         if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port):
@@ -103,7 +103,7 @@ def url(text: str) -> str:
 
 
 def base(text: str) -> str:
-    """Read a server's address with the path before its routes, without /v1."""
+    """Return a server's address with the path before its routes, without /v1."""
     try:
         parts = urlsplit(text)
         good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port)
@@ -148,7 +148,7 @@ def tokens(text: str) -> int:
 
 
 def context(text: str) -> int | None:
-    """Read a context length in tokens; 0 is the model's own, None."""
+    """Return a context length in tokens; 0 is the model's own, None."""
     return None if count(text) == 0 else tokens(text)
 
 
@@ -180,14 +180,14 @@ def key(text: str) -> str:
 
 
 def host(text: str) -> str:
-    """Read the name of a host, as in a Host header before the port."""
+    """Return the name of a host, as a Host header has it before the port."""
     if not HOST.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r:.80} must be a name such as my.example, without scheme and port")
     return text
 
 
 def origin(text: str) -> str:
-    """Read an origin as browsers send it: in lower case, without a path."""
+    """Return an origin as browsers send it: in lower case, without a path."""
     found = text.lower().rstrip("/")
     if found not in ("*", "null") and not ORIGIN.fullmatch(found):
         raise argparse.ArgumentTypeError(f"{text!r:.80} must be *, null, or such as https://my.example, without a path")

@@ -50,7 +50,7 @@ def _chosen(query: mx.array, means: mx.array, late: int) -> tuple[mx.array, mx.a
 
 
 def _gathered(blocks: mx.array, best: mx.array) -> mx.array:
-    """Gather the rows of the blocks (K, m) of (K, blocks, size, D): (K, m * size, D)."""
+    """Return the rows of the blocks (K, m) of (K, blocks, size, D): (K, m * size, D)."""
     return blocks[mx.arange(len(best))[:, None], best].reshape(len(best), -1, blocks.shape[3])
 
 

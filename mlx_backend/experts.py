@@ -167,7 +167,7 @@ def array_bits(array: mx.array) -> np.ndarray:
 
 
 def _allocate(group: Sequence[Tensor], slots: int, dtype: mx.Dtype) -> tuple[Part, list[np.ndarray]]:
-    """Allocate the part that holds these tensors, stacked by rows, in every slot; return also its arrays' bits."""
+    """Return the part that holds these tensors, stacked by rows, in every slot; and its arrays' bits."""
     rows, columns, target = sum(tensor.shape[0] for tensor in group), group[0].shape[1], format_of(group[0])
     if isinstance(target, str):
         blocks = new_blocks((slots, rows, columns), target)

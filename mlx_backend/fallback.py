@@ -60,7 +60,7 @@ class FallbackModel:
         return FallbackState(make_prompt_cache(self.network), capacity)
 
     def forward(self, state: "FallbackState", step: Step, rows: slice = slice(None)) -> Array:
-        """Compute the logits (n, vocab) of `rows` of the step."""
+        """Return the logits (n, vocab) of `rows` of the step."""
         if not step.is_chain or state.rows:
             raise BimetalError(f"{self.architecture} runs by mlx-lm, which takes chains of tokens, each kept whole")
         tokens = step.tokens if isinstance(step.tokens, mx.array) else mx.array(np.asarray(step.tokens, np.int32))
@@ -109,7 +109,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _copied(cache: Any) -> Any:
-    """Copy the cache with new array handles: writing into one cache does not change the other."""
+    """Return a copy of the cache with array handles of its own: writing into one leaves the other unchanged."""
     copied = copy.copy(cache)
     if not cache.empty():
         copied.state = tree_map(lambda x: mx.array(x) if isinstance(x, mx.array) else x, cache.state)

@@ -91,7 +91,7 @@ class GroupOps(MlxOps):
         weakref.finalize(self, group.close)
 
     def gather_memory(self, memory: int, same: int) -> list[int]:
-        """Gather the bytes that each rank gives to the model, this one `memory`, in whole MiB.
+        """Return the bytes that each rank gives to the model, of which this one gives `memory`, in whole MiB.
 
         same  a number that is equal on all ranks if their models are
 
@@ -173,7 +173,7 @@ class GroupOps(MlxOps):
 
 
 def _order_of(fn: "partial[Array]", state: Any, step: Any, sends_tokens: bool) -> Order:
-    """Write the order to run a step, of one sequence or several."""
+    """Return the order to run a step, of one sequence or several."""
     method: Any = fn.func
     rows = fn.keywords.get("rows")
     mirrors, parts = state[-1].mirror, getattr(step, "parts", [step])
@@ -195,7 +195,7 @@ def _order_of(fn: "partial[Array]", state: Any, step: Any, sends_tokens: bool) -
 
 
 def _step_of(part: Any) -> Step:
-    """Make the step of one sequence; zeros replace tokens that a follower does not need."""
+    """Return the step of one sequence; zeros stand for tokens that a follower has no use for."""
     tokens, positions, parents = part
     seen = None if parents is None else np.array(parents, np.int32)
     return Step(np.array(tokens, np.int32), np.array(positions, np.int32), seen, np.zeros(len(tokens), np.int32))

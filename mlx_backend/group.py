@@ -85,7 +85,7 @@ class Group:
             mx.eval([x for x in arrays if x.size])
 
     def gather(self, values: list[int]) -> np.ndarray:
-        """Gather the integers of every rank, below 2**31 each: (size, n)."""
+        """Return the integers of every rank, below 2**31 each: (size, n)."""
         mine = np.zeros((self.size, len(values)), np.int32)
         mine[self.rank] = values
         with self._telling_of_loss():
@@ -184,7 +184,7 @@ class Group:
 
 
 def leader_host(environment: Mapping[str, str]) -> str:
-    """Return the address of rank 0 from mlx.launch's environment; raises BimetalError."""
+    """Return the address of rank 0, as mlx.launch tells it; raises BimetalError."""
     if coordinator := environment.get("MLX_JACCL_COORDINATOR"):
         return coordinator.rpartition(":")[0]
     try:

@@ -26,7 +26,7 @@ def on_metal() -> bool:
 def make_kernel(
     name: str, inputs: Sequence[str], outputs: Sequence[str], contiguous: bool = True, atomic: bool = False
 ) -> Callable[..., list[mx.array]]:
-    """Make the kernel of metal_kernels/<name>.metal by `mx.fast.metal_kernel`.
+    """Return the kernel of metal_kernels/<name>.metal, as `mx.fast.metal_kernel` returns it.
 
     inputs, outputs  names of its buffers, in the order of a call's arrays
     contiguous       non-row-contiguous inputs are copied; without it the kernel reads <input>_strides

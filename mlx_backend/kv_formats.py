@@ -58,7 +58,7 @@ def _signs(name: str, group: int) -> mx.array:
 
 
 def _transformed(x: mx.array, before: str, after: str) -> mx.array:
-    """Transform each group of x (..., dim) between two sequences of signs, float32."""
+    """Return each group of x (..., dim) between two sequences of signs, float32."""
     if not x.size:
         return x
     group = group_of(x.shape[-1])
@@ -158,7 +158,7 @@ def _q8_0(x: mx.array) -> mx.array:
 
 
 def _five_bits(b: mx.array, bits: int) -> mx.array:
-    """Unpack the codes of blocks, without scales, float32."""
+    """Return the codes of blocks without their scales, float32."""
     low = b[..., -16:]
     codes = mx.concatenate([low & mx.array(15, mx.uint8), low >> mx.array(4, mx.uint8)], axis=-1)
     if bits == 5:

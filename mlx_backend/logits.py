@@ -67,7 +67,7 @@ def sampled(logits: mx.array, samplers: Sequence[Sampler]) -> mx.array:
 
 
 def _picked(sampler: Sampler, ids: np.ndarray, logits: np.ndarray) -> int:
-    """Sample from `ids` (k,), the best of a row, by their logits (k,), ordered by id as in the whole row."""
+    """Return a token of `ids` (k,), the best of a row, by their logits (k,): ordered by id, as in the whole row."""
     if ids[0] == NOT_A_TOKEN:
         return NOT_A_TOKEN
     order = np.argsort(ids)

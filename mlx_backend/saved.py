@@ -19,12 +19,12 @@ def shape_of(array: mx.array) -> Shape:
 
 
 def to_host(array: mx.array) -> np.ndarray:
-    """Copy the array's bytes to the host."""
+    """Return a copy of the array's bytes."""
     array = mx.contiguous(array)
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
 
 
 def from_host(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
-    """Invert `to_host` for an array of `dtype`."""
+    """Return the inverse of `to_host` for an array of `dtype`."""
     held = mx.array(array)
     return held.view(mx.bfloat16) if dtype == mx.bfloat16 else held

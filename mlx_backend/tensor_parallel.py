@@ -57,7 +57,7 @@ class TensorOps(GroupOps):
         return self._sums[-1]
 
     def finished(self, out: Array) -> Array:
-        """Compute and return the output of a step: the ranks wait for one another."""
+        """Return the output of a step, computed at once: the ranks wait for one another."""
         self.group.compute(out, *self._sums)
         self._sums.clear()
         return out

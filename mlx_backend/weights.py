@@ -99,7 +99,7 @@ def _part(group: list[Tensor], dtype: mx.Dtype) -> Part:
 
 
 def stored_dtype(tensors: Iterable[Tensor], wide: bool = False) -> mx.Dtype:
-    """Return the float type of most of a checkpoint's bytes; for quantized tensors the type of scales (GGUF: float16).
+    """Return the float type of most of a checkpoint's bytes; of quantized tensors that of their scales (GGUF: float16).
 
     wide  bfloat16 in place of float16
     """

@@ -150,7 +150,7 @@ def _read(model: Model, state: State, prompt: Sequence[int]) -> Array:
 def _reply(
     model: Model, state: State, prompt: Sequence[int], logits: Array, point: Point, ends: frozenset[int]
 ) -> list[int]:
-    """The tokens of a greedy reply in the point's windows, the end token included."""
+    """Return the tokens of a greedy reply in the point's windows, the end token included."""
     run = DecoderRun(model, state, logits, Sampler(Sampling()), prompt, Speculation("wedlm", wedlm=point.options))
     reply: list[int] = []
     with closing(run_alone(run)) as tokens:

@@ -58,8 +58,11 @@ def plain(
     while True:
         if left and runs_ahead and run.runs_ahead and state.length < state.capacity:
             # the sampler counts no tokens: one that does is not the backend's to apply
-            yield (stretch := Stretch(run, token, logits, left, read))
+            stretch = Stretch(run, token, logits, left, read)
+            token = logits = ahead = None  # else they would keep the logits before the stretch
+            yield stretch
             token, logits, left = stretch.token, stretch.row, stretch.left
+            del stretch
         ahead, asks, is_last = None, not left, False
         if left:
             left -= 1

@@ -39,7 +39,7 @@ def check(options: Speculation, model: Model, sampler: Sampler) -> None:
 
 
 def new_tuner(options: Speculation, model: Model, first: int = FIRST) -> Tuner:
-    """A tuner of the budgets that `options` allow with `model`; `first` as in Tuner."""
+    """Return a tuner of the budgets that `options` allow with `model`; `first` as in Tuner."""
     if "tree" in options.kind:
         return Tuner(TREE_SIZES, first)
     return Tuner(model.budgets if options.decoder.needs_draft and isinstance(model, Pair) else LOOKUPS, first)

@@ -49,7 +49,7 @@ def check(options: Speculation, model: Model, sampler: Sampler) -> None:
 
 
 def mask_id(model: Model) -> int:
-    """The id of the mask token; UsageError for a model that was not trained with one."""
+    """Return the id of the mask token; UsageError for a model that was not trained with one."""
     found = getattr(model.config, "mask_id", None)
     if found is None:
         raise UsageError(f"spec wedlm needs a WeDLM checkpoint; {model.architecture} has no mask token")
@@ -158,7 +158,7 @@ class _Window:
         self.logits[self.base + i] = logits, row
 
     def step(self) -> tuple[Step, list[int]]:
-        """The rows of a forward, and the positions that are masks, whose rows are the last."""
+        """Return the rows of a forward, and the positions that are masks, whose rows are the last."""
         known = [i for i, filled in enumerate(self.filled) if filled]
         masks = [i for i, filled in enumerate(self.filled) if not filled]
         order = known + masks

@@ -22,7 +22,7 @@ def block_beside(model: Path) -> Path | None:
 
 
 def demo_path(name: str = "demo") -> Path:
-    """The file of "demo" (the target, Q8_0), "demo:QUANT" (the target in another mix), "draft" or "demo-wedlm".
+    """Return the file of "demo" (the target, Q8_0), "demo:QUANT" (the target in another mix), "draft" or "demo-wedlm".
 
     Raises BimetalError for a mix that the package lacks.
     """

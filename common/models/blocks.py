@@ -36,7 +36,7 @@ class Experts:
             raise BimetalError(f"the configuration chooses {self.top_k} of {self.count} experts")
 
     def for_rank(self, ranks: Ranks) -> "Experts":
-        """All experts, with this rank's channels of each."""
+        """Return all experts, with this rank's channels of each."""
         ffn = ranks.divide(self.ffn, "channels of an expert")
         return replace(self, ffn=ffn, shared_ffn=ranks.divide(self.shared_ffn, "channels of the shared expert"))
 
@@ -83,7 +83,7 @@ def ffn_weights(at: Names, hidden: int, ffn: int, ranks: Ranks = ONE) -> Table:
 
 
 def sigmoid_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
-    """Add up the best experts of each row and the unscaled shared ones, of this rank's channels.
+    """Return the best experts of each row, plus the shared ones as they are, of this rank's channels.
 
     x (T, hidden) -> (T, hidden)
     """
@@ -173,12 +173,12 @@ def through(
 
 
 def head(ops: Ops, c: Any, w: Any, x: Array) -> Array:
-    """Compute the logits (n, vocab) of the last layer's output x (n, hidden)."""
+    """Return the logits (n, vocab) of the last layer's output x (n, hidden)."""
     return head_product(ops, c, w, ops.rms_norm(x, w.norm, c.eps))
 
 
 def head_product(ops: Ops, c: Any, w: Any, x: Array) -> Array:
-    """Compute the logits (n, vocab) of normed x (n, hidden), complete on every rank; a tied head is the embedding."""
+    """Return the logits (n, vocab) of normed x (n, hidden), whole on every rank; without a head the embedding is it."""
     return ops.all_gather(ops.linear(x, w.embed if w.head is None else w.head), c.vocab)
 
 

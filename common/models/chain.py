@@ -100,7 +100,7 @@ class ChainPair(Pair):
         return self._head(self._chain(n, state, step)[n - 1 : n])
 
     def _each_chain_logits(self, n: int, state: State, step: Step) -> Array:
-        """The logits of the last of each n rows."""
+        """Return the logits of the last of each n rows."""
         return self._head(self._chain(n, state, step)[n - 1 :: n])
 
     def _chain(self, n: int, state: State, step: Step) -> Array:

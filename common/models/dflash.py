@@ -48,7 +48,7 @@ def write_context(ops: Ops, c: Config, w: Any, states: Sequence[Any], step: Step
 
 
 def forward(ops: Ops, c: Config, w: Any, embed: Any, states: Sequence[Any], step: Step, first: int) -> Array:
-    """The outputs (T, hidden) of a block's rows; `first` is the first layer's number in the state."""
+    """Return the outputs (T, hidden) of a block's rows; `first` is the first layer's number in the state."""
     x = ops.embed(embed, step.tokens)
     for i, (layer, state) in enumerate(zip(w.layers, states, strict=True)):
         x = ops.scope(first + i, partial(block, ops, c, layer, state, step, i), x)
@@ -170,7 +170,7 @@ class DflashPair(Pair):
         return partial(self._block_logits, 0)
 
     def _block_logits(self, first: int, state: State, step: Step) -> Any:
-        """The logits (n, vocab) of a block's rows from `first` on.
+        """Return the logits (n, vocab) of a block's rows from `first` on.
 
         With DFlash2 also the factors of its scores, (n, selector_rank).
         """

@@ -48,7 +48,7 @@ class Dflash2Pair(DflashPair):
 def scored(
     ids: np.ndarray, logits: np.ndarray, before: np.ndarray, after: np.ndarray, k: int, coupling: Coupling | None
 ) -> tuple[np.ndarray, ...]:
-    """Choose the best k candidates after each candidate of the position before, as Pair.drafting.
+    """Return the best k candidates after each of the position before, as Pair.drafting.
 
     ids, logits    (n, K): candidates of each position, and their logits, but for a constant per position
     before, after  (n, K, rank): of those of the position before, scaled, and of the position's own

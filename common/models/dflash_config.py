@@ -57,7 +57,7 @@ class Config:
 
 
 def read_config(checkpoint: Checkpoint, target: Target) -> Config:
-    """The draft's configuration, checked against the target that it is to serve."""
+    """Return the draft's configuration, checked against the target that it is to serve."""
     for name in checkpoint.tensors:
         if name.rpartition(".")[2] in ("d2t", "t2d"):
             raise BimetalError(f"{checkpoint.path} has a vocabulary of its own ({name}), which is not supported")

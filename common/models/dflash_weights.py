@@ -123,5 +123,5 @@ def _layer_weights(c: Config, at: Names) -> Table:
 
 
 def _first(at: Names, *names: str) -> str:
-    """The name that the file has, or the first."""
+    """Return the name that the file has, or the first."""
     return next((name for name in names if at.has(name)), names[0])

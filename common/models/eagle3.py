@@ -71,7 +71,7 @@ class Eagle3Pair(ChainPair):
         return logits
 
     def _fused(self, features: list[Array]) -> Array:
-        """Fuse the tapped hidden states, (T, hidden of the target) each, to one (T, hidden)."""
+        """Return one hidden state (T, hidden) of the tapped ones (T, hidden of the target) each."""
         ops, w, x = self.ops, self.draft_weights, None
         for i, feature in enumerate(features):
             if self.draft.norms_taps:
@@ -98,7 +98,7 @@ class Eagle3Pair(ChainPair):
         return before, self.ops.rms_norm(before, self.draft_weights.layers[0].hidden_norm, self.draft.eps)
 
     def _both(self, name: str, embedded: Array, hidden: Array) -> Array:
-        """Multiply by a matrix whose columns belong to the embedding, then to the hidden state."""
+        """Return the product of a matrix whose columns are for the embedding, then for the hidden state."""
         ops, w = self.ops, self.draft_weights.layers[0]
         of_embedding = ops.linear(embedded, getattr(w, f"{name}_embed"))
         return ops.add(of_embedding, ops.linear(hidden, getattr(w, f"{name}_hidden")))

@@ -100,7 +100,7 @@ def layer_of(checkpoint: Checkpoint) -> str:
 
 
 def read_config(checkpoint: Checkpoint, target: Target) -> Config:
-    """The draft's configuration, checked against the target that it is to serve."""
+    """Return the draft's configuration, checked against the target that it is to serve."""
     c, vocab, features = _stated(checkpoint, target.layers)
     at = checkpoint.path
     for what, drafts, targets in (("hidden size", features, target.hidden), ("vocabulary", vocab, target.vocab)):
@@ -120,19 +120,19 @@ def read_config(checkpoint: Checkpoint, target: Target) -> Config:
 
 
 def config_alone(checkpoint: Checkpoint) -> tuple[Config, Target]:
-    """Read the configuration, checked against the target that the file states, of any depth."""
+    """Return the configuration, checked against the target that the file itself states, of whatever depth."""
     _, vocab, features = _stated(checkpoint, ANY_DEPTH)
     target = Target(features, vocab, ANY_DEPTH)
     return read_config(checkpoint, target), target
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """List the layers before layers 2, n / 2 and n - 3 of a target of n layers: the taps of a file without a list."""
+    """Return the layers before layers 2, n / 2 and n - 3 of a target of n, which a file without a list reads."""
     return tuple(i - 1 for i in (2, layers // 2, layers - 3))
 
 
 def _stated(checkpoint: Checkpoint, layers: int) -> tuple[Config, int, int]:
-    """The configuration for a target of `layers`, and the target's vocabulary and hidden size."""
+    """Return the configuration for a target of `layers`, and the target's vocabulary and hidden size."""
     return _gguf_config(checkpoint) if checkpoint.format == "gguf" else _hf_config(checkpoint, layers)
 
 
@@ -226,7 +226,7 @@ def _gguf_config(checkpoint: Checkpoint) -> tuple[Config, int, int]:
 
 
 def target_ids(checkpoint: Checkpoint, c: Config, vocab: int) -> np.ndarray | None:
-    """The target's id (c.vocab,) int32 of each token of the draft; None: both have the same `vocab` tokens.
+    """Return the target's id (c.vocab,) int32 of each token of the draft; None: both have the same `vocab` tokens.
 
     A GGUF file's `d2t` lists these ids; that of a safetensors folder the differences to the draft's ids.
     """

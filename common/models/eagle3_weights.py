@@ -51,7 +51,7 @@ def layout(checkpoint: Checkpoint, c: Config, target: Target) -> Layout:
 
 
 def _fc(checkpoint: Checkpoint, c: Config, target: Target, prefix: str, fused: str, i: int) -> Stored:
-    """The columns of `fc` for tap i, times the weight of a norm over all taps, where there is one.
+    """Return the columns of `fc` for tap i, times the weight of a norm over all taps, where there is one.
 
     The norm's factor per row is left out: the hidden state's own norm cancels it.
     """
@@ -78,7 +78,7 @@ def _scaled_columns(checkpoint: Checkpoint, name: str, cut: Fix, start: int, wid
 
 
 def _layer(c: Config, at: Names) -> Table:
-    """The weights of the layer, whose q, k and v read the embedding's half and the hidden state's half."""
+    """Return the weights of the layer, whose q, k and v read the embedding's half and the hidden state's half."""
     H, K, D = c.heads, c.kv_heads, c.head_dim
 
     def half(i: int, hf: str, gguf: str, heads: int, roped: bool) -> Stored:

@@ -220,7 +220,7 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
 
 
 def mtp_weights(c: Config, at: Names) -> Table:
-    """The layer of a multi-token-prediction block."""
+    """Return the layer of a multi-token-prediction block."""
     return {**_attention_weights(c, at), **sigmoid_moe_weights(at, c.hidden, c.experts, c.ranks)}
 
 
@@ -290,7 +290,7 @@ def _head_rows(kv: Tensor, heads: int, part: slice) -> Tensor:
 
 
 def _transposed(tensor: Tensor) -> Tensor:
-    """The last two axes swapped; a quantized tensor becomes float32, because its blocks lie along the rows."""
+    """Return the last two axes swapped; a quantized tensor becomes float32, because its blocks lie along the rows."""
     H, N, R = tensor.shape
     if tensor.type not in ("F32", "F16", "BF16"):
         return dense(tensor.name, dequantize(tensor).swapaxes(1, 2))
@@ -318,7 +318,7 @@ def mtp_spec(c: Config) -> LayerSpec:
 def forward(
     ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None), layers: range | None = None
 ) -> Array:
-    """Compute the logits (n, vocab) of `rows` of the step; for some `layers` the result of blocks.through."""
+    """Return the logits (n, vocab) of `rows` of the step; of some `layers`, what blocks.through returns."""
     return through(block, ops, c, w, state, step, rows, layers)
 
 

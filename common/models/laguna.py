@@ -257,7 +257,7 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
 
 
 def _prefix(checkpoint: Checkpoint) -> str:
-    """The prefix of all tensor names: "" except in repacked checkpoints."""
+    """Return the prefix of all tensor names: "" except in repacked checkpoints."""
     wrapped = "language_model.model.embed_tokens.weight" in checkpoint.tensors
     return "language_model." if wrapped else ""
 
@@ -295,7 +295,7 @@ def state_spec(c: Config) -> list[LayerSpec]:
 def forward(
     ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None), layers: range | None = None
 ) -> Array:
-    """Compute the logits (n, vocab) of `rows` of the step; for some `layers` the result of blocks.through."""
+    """Return the logits (n, vocab) of `rows` of the step; of some `layers`, what blocks.through returns."""
     return through(block, ops, c, w, state, step, rows, layers)
 
 

@@ -185,7 +185,7 @@ def state_spec(c: Config) -> list[LayerSpec]:
 def forward(
     ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None), layers: range | None = None
 ) -> Array:
-    """Compute the logits (n, vocab) of `rows` of the step; for some `layers` the result of blocks.through."""
+    """Return the logits (n, vocab) of `rows` of the step; of some `layers`, what blocks.through returns."""
     return through(block, ops, c, w, state, step, rows, layers)
 
 

@@ -48,7 +48,7 @@ class Config:
 
 
 def blocks_of(checkpoint: Checkpoint, definition: Any, c: Any) -> int:
-    """Count the multi-token-prediction blocks in the checkpoint of a model of configuration `c`."""
+    """Return the number of multi-token-prediction blocks in the checkpoint, of a model of configuration `c`."""
     names, layers = getattr(definition, "MTP", None), len(definition.state_spec(c))
     if names is None:
         return 0
@@ -79,7 +79,7 @@ def refuse_block(checkpoint: Checkpoint) -> None:
 
 
 def layout(checkpoint: Checkpoint, name: str, c: Any) -> Layout:
-    """The tables of the block at `checkpoint`, for a target of architecture `name` and configuration `c`.
+    """Return the tables of the block at `checkpoint`, for a target of architecture `name` and configuration `c`.
 
     Raises BimetalError where there is no block, or one for another model.
     """
@@ -102,7 +102,7 @@ def layout(checkpoint: Checkpoint, name: str, c: Any) -> Layout:
 
 
 def _around(at: Names, names: MtpNames, c: Any, fix: Any) -> Table:
-    """The weights of the block beside those of a layer."""
+    """Return the weights of the block beside those of a layer."""
 
     def norm(name: str) -> Vector:
         return Vector(at(name, name, (c.hidden,), fix))
@@ -196,7 +196,7 @@ class MtpPair(ChainPair):
         self.definition.write_past(self.ops, self.config, w, state, step, len(self.weights.layers), x)
 
     def _inputs(self, state: State, step: Step, hidden: Array) -> Array:
-        """Compute the block's input (T, hidden) from each row's token and the row of `hidden` (T, hidden) before it."""
+        """Return the block's input (T, hidden): each row's token, and of `hidden` (T, hidden) the row before it."""
         ops, w, eps = self.ops, self.draft_weights, self.config.eps
         before = ops.parent_rows(hidden, state[len(self.weights.layers)].last, step)
         token = ops.embed(self.weights.embed if w.embed is None else w.embed, step.tokens)

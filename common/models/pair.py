@@ -160,7 +160,7 @@ class Pair(Model):
     def ranked(
         self, ids: np.ndarray, logp: np.ndarray, k: int, coupling: Coupling | None, at: int = 0
     ) -> tuple[np.ndarray, ...]:
-        """The `k` best of the tokens that `found` gave, as `drafting` returns them.
+        """Return the `k` best of the tokens that `found` gave, as `drafting` returns them.
 
         at  position after the newest token that row 0 predicts, from 0
         """
@@ -168,7 +168,7 @@ class Pair(Model):
         return (ids, logp) if coupling is None else coupling.ranked(ids, logp, k, at)
 
     def of_target(self, ids: np.ndarray) -> np.ndarray:
-        """Map tokens of the draft's vocabulary to the target's ids."""
+        """Return the target's ids of tokens of the draft's vocabulary."""
         return ids
 
     @cached_property
@@ -190,5 +190,5 @@ class Pair(Model):
         """Return the model for steps after which nothing is drafted, over the same state."""
 
     def head_logits(self, x: Any) -> Any:
-        """Compute the logits (n, vocab) of normed x (n, hidden) by the target's head."""
+        """Return the logits (n, vocab) of x (n, hidden), normed, by the target's head."""
         return head_product(self.ops, self.config, self.weights, x)

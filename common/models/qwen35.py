@@ -73,7 +73,7 @@ def _layer_weights(c: Config, at: Names, is_attention: bool) -> Table:
 
 
 def _dialect(checkpoint: Checkpoint) -> tuple[str, str]:
-    """Find the dialect and the prefix of its model-level names.
+    """Return the dialect and the prefix of its model-level names.
 
     mlx-lm stores conv1d as (channels, taps, 1); in such files it has also added 1 to the norm weights.
     """
@@ -164,7 +164,7 @@ def _delta_weights(c: Config, at: Names) -> Table:
 
 
 def mtp_weights(c: Config, at: Names) -> Table:
-    """The layer of a multi-token-prediction block: one that attends."""
+    """Return the layer of a multi-token-prediction block: one that attends."""
     return _layer_weights(c, at, is_attention=True)
 
 
@@ -253,7 +253,7 @@ def mtp_spec(c: Config) -> LayerSpec:
 def forward(
     ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None), layers: range | None = None
 ) -> Array:
-    """Compute the logits (n, vocab) of `rows` of the step; for some `layers` the result of blocks.through."""
+    """Return the logits (n, vocab) of `rows` of the step; of some `layers`, what blocks.through returns."""
     return through(block, ops, c, w, state, step, rows, layers)
 
 
@@ -322,7 +322,7 @@ def dense_ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
 
 
 def moe_ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
-    """Add up the best experts of each row and one shared expert with a sigmoid gate."""
+    """Return the best experts of each row, plus one shared expert with a sigmoid gate."""
     assert c.experts
     experts = ExpertWeights(w.router, w.experts_gate_up, w.experts_down, w.gate_up, w.down, w.shared_gate)
     return ops.moe_ffn(x, experts, c.experts.top_k)

@@ -18,10 +18,10 @@ def format_defines(keys: Plane, values: Plane) -> tuple[str, ...]:
 
 
 def packed_bytes(keys: Plane, values: Plane) -> int:
-    """Return the bytes of the longer row, which attention unpacks before products; 0 if both are float16."""
+    """Count the bytes of the longer row, which attention unpacks before its products; 0 if both are float16."""
     return 0 if keys.format == values.format == HALF else max(keys.row_bytes, values.row_bytes)
 
 
 def turn_back(values: Plane) -> int:
-    """Return the number of columns that kernels/pieces.cu rotates back together; 0: none."""
+    """Count the columns that kernels/pieces.cu rotates back together; 0: none."""
     return group_of(values.width) if values.rotated else 0

@@ -56,7 +56,7 @@ class KVStore(RowStore[KVSpec]):
         return KV(keys, values, (), self)
 
     def parts_of(self, i: int, planes: Planes) -> Planes:
-        """Return the rows of layer `i` in planes of all layers."""
+        """Return the rows of layer `i` of planes that hold all layers."""
         return tuple(plane.part(i, of.heads) for plane, of in zip(planes, self.spec.planes, strict=True))
 
     def note_step(self, runs: Sequence[Run]) -> None:

@@ -35,7 +35,7 @@ class Pages:
         self._stores: list[tuple[int, int]] = []  # where the pages of each begin, and their bytes
 
     def store(self, shape: Planes) -> tuple[Memory, Planes]:
-        """Allocate the pages of one store; return its planes."""
+        """Allocate the pages of one store; return the memory and the planes in it."""
         block = page_bytes(shape)
         memory = Memory(self.count * block, self.stream)
         self._stores.append((memory.address, block))

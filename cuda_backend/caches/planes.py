@@ -88,7 +88,7 @@ class Plane:
         return replace(self, address=address, places=places or self.places, block=0, table=0, pages=0)
 
     def of_slot(self, slot: int) -> "Plane":
-        """Return the rows of one sequence."""
+        """Return the planes of one sequence."""
         if self.table:
             return replace(self, table=self.table + 4 * slot * self.pages)
         return self.at(self.address + slot * self.block)
@@ -140,7 +140,7 @@ def planes_bytes(planes: Planes) -> int:
 
 
 def page_bytes(planes: Planes) -> int:
-    """Count the bytes of a page that has places of all of `planes`."""
+    """Count the bytes of a page with places for all `planes`."""
     return PAGE * sum(plane.heads * plane.row_bytes for plane in planes)
 
 

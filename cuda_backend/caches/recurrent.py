@@ -137,7 +137,7 @@ class Recurrent:
         self.rows = zeros(rows_bytes(kinds, batches), stream)
 
     def layers(self) -> list[Conv | Delta]:
-        """Return each layer's states, which hold this object, and are not held by it: the last one frees the memory."""
+        """Return each layer's, which hold this one; not held here, so that the memory goes with the last of them."""
         layers: list[Conv | Delta] = []
         at, row_at, batches = self.memory.address, self.rows.address, self.batches
         for layer, spec in self.kinds:
@@ -209,7 +209,7 @@ class Recurrent:
         return 1 - self.newest
 
     def input(self, slot: int) -> tuple[int, int, Sequence[int]]:
-        """Return the states that a step reads and writes, counted from slot 0's first, and the path that it applies."""
+        """Return the states that a step reads and writes, counted from slot 0's first, and the path it applies."""
         pair = self.pairs[slot]
         return 2 * slot + pair.current, 2 * slot + 1 - pair.current, pair.path
 
@@ -236,7 +236,7 @@ class Recurrent:
                 pair.step = None  # its state was there
 
     def snapshot(self, slot: int) -> Any:
-        """Copy the states with the path applied; None, without memory, for empty ones."""
+        """Copy the states with the path applied; None, without memory, for an empty state."""
         if self.pairs[slot].empty:
             return None
         return self._copy(slot)
@@ -270,7 +270,7 @@ class Recurrent:
         return []
 
     def save_point(self, slot: int) -> list[np.ndarray]:
-        """Copy the states of all layers in the device's layout, with the path applied."""
+        """Copy the states of all layers as stored on the device, with the path applied."""
         self.stream.copies.make_room(4 * self.flip, room()[0])
         return [self.stream.copies.copy(self._copy(slot)).view(np.float32)]
 

@@ -119,7 +119,7 @@ class WindowStore(KVStore):
         return []
 
     def save_point(self, slot: int) -> list[np.ndarray]:
-        """Copy the first positions and those of the window, in the order of positions."""
+        """Copy the first positions and those of the window, in order of position."""
         return read_rows(of_slot(self.planes, slot), self._seen(self.lengths[slot]), self.stream)
 
     def load(self, slot: int, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
@@ -130,7 +130,7 @@ class WindowStore(KVStore):
         self.step_rows[slot] = 0
 
     def _seen(self, past: int) -> list[tuple[int, int]]:
-        """Return the ranges of positions that later rows may see."""
+        """List the ranges of positions that later rows may see."""
         window, sinks = self.window
         early = min(sinks, past)
         return [(0, early), (max(early, past - window), past)]

@@ -110,7 +110,7 @@ def _budget(fields: Fields, effort: str | None) -> int | None:
 
 
 def bias(fields: Fields, facts: Facts) -> dict[str, Any]:
-    """Read the `logit_bias` of a request: token ids, as text, to numbers from -100 to 100."""
+    """Return the `logit_bias` of a request: token ids, as text, to numbers from -100 to 100."""
     given = fields.object("logit_bias")
     if given is None or not given.values:
         return {}
@@ -179,7 +179,7 @@ class Writer:
         return sse(self.base | {"choices": [choice]} | self.none)
 
     def _frame(self, index: int, *keys: str) -> Frame:
-        """Return the frame of chunks of choice `index` whose delta has texts under `keys`."""
+        """Return the chunks of choice `index` whose delta has texts under `keys`."""
         if (index, keys[0]) not in self.frames:
 
             def chunk(*texts: str) -> bytes:
@@ -240,7 +240,7 @@ def call_object(head: Head, id: str, name: str, arguments: str) -> dict[str, Any
 
 
 def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
-    """Build the body of a reply that is not streamed."""
+    """Return the body of a reply that is not streamed."""
     choices = []
     usage = total({index: reply.finish.usage for index, reply in enumerate(replies)}, head.choices)
     for index, reply in enumerate(replies):

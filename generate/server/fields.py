@@ -71,7 +71,7 @@ class Fields:
         return f"{self.where}.{key}" if self.where else key
 
     def refuse(self, key: str, words: str) -> ApiError:
-        """An error that names the entry and its value: "KEY is VALUE; WORDS"."""
+        """Return an error that names the entry and its value: "KEY is VALUE; WORDS"."""
         name = self.name(key)
         return ApiError(400, f"{name} is {self.values.get(key)!r:.80}; {words}", param=name)
 
@@ -132,7 +132,7 @@ class Fields:
 
 
 def sampling(fields: Fields) -> dict[str, Any]:
-    """Read the sampling options of a request, under any of the clients' names.
+    """Return the sampling options of a request, under any of the names that clients give them.
 
     Raises ApiError also for samplers of other servers that this one lacks.
     """
@@ -156,7 +156,7 @@ def sampling(fields: Fields) -> dict[str, Any]:
 
 
 def limit(fields: Fields, *keys: str, least: int = 1) -> dict[str, int | None]:
-    """Read the option `max_tokens` from the first given of the entries `keys`; empty if none is given.
+    """Return the option `max_tokens`, from the first given of the entries `keys`; none where none is given.
 
     -1 and -2 are no limit but the context, as in llama.cpp and Ollama: None, also if the server has a limit.
     """
@@ -177,7 +177,7 @@ def priority(fields: Fields) -> dict[str, int]:
 
 
 def stops(fields: Fields, key: str) -> dict[str, Any]:
-    """Read the stop strings of a request."""
+    """Return the stop strings of a request."""
     found = fields.take(key, OPTION_RULES["stop"], ())
     if len(found) > MOST_STOPS or any(len(text) > MOST_STOP_LENGTH for text in found):
         most = f"at most {MOST_STOPS} strings of {MOST_STOP_LENGTH} characters are supported"

@@ -160,7 +160,7 @@ class Guard:
 
 
 def no_route(scope: Message, error: HTTPException) -> ApiError:
-    """Build the refusal of an unknown path or method."""
+    """Return the refusal of an unknown path or method."""
     allowed, path = (error.headers or {}).get("Allow", ""), scope["path"]
     tidy = "/" + "/".join(part for part in path.split("/") if part)
     if allowed:
@@ -175,7 +175,7 @@ def no_route(scope: Message, error: HTTPException) -> ApiError:
 
 
 def preflight(headers: Headers) -> Response:
-    """Answer a browser's preflight request for a page of an allowed origin."""
+    """Return the answer to a browser's question whether a page of an allowed origin may call."""
     found = {
         "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
         "access-control-allow-headers": headers.get("access-control-request-headers", "authorization, content-type"),
@@ -201,7 +201,7 @@ def key_of(file: str | None, environment: str | None) -> str | None:
 
 
 def lines_of(file: str) -> list[str]:
-    """Read the keys of a file with one per line; raises BimetalError if it has none."""
+    """Return the keys of a file with one per line; raises BimetalError where it has none."""
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
@@ -217,7 +217,7 @@ def lines_of(file: str) -> list[str]:
 
 
 def key_in(environment: str | None) -> list[str]:
-    """Return the key in a variable of the environment, if it holds one."""
+    """Return the key that a variable of the environment holds, if it holds one."""
     return [sendable("the environment", key)] if (key := (environment or "").strip()) else []
 
 

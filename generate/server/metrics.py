@@ -147,7 +147,7 @@ class Metrics:
         return found
 
     def text(self, model: str, gauges: dict[str, tuple[float, str]], cache: Mapping[str, str] | None = None) -> str:
-        """Write all figures in Prometheus' text format.
+        """Return all figures in Prometheus' text format.
 
         gauges  further ones, with their meanings
         cache   settings of the model's cache, which are labels of `cache_config_info`

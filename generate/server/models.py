@@ -7,7 +7,7 @@ from generate.server.facts import Facts
 
 
 def model_entry(facts: Facts) -> dict[str, Any]:
-    """Describe one model."""
+    """Return one model."""
     return {
         "id": facts.name,
         "object": "model",
@@ -29,7 +29,7 @@ def model_entry(facts: Facts) -> dict[str, Any]:
 
 
 def model_list(facts: Facts) -> dict[str, Any]:
-    """List the one model, as OpenAI and Anthropic list models."""
+    """Return all models, which is one, as OpenAI and Anthropic list them."""
     entry = model_entry(facts)
     ends = {"first_id": facts.name, "last_id": facts.name, "has_more": False}
     return {"object": "list", "data": [entry]} | ends

@@ -143,7 +143,7 @@ def line(head: Head, done: bool, created: str = "", **values: Any) -> dict[str, 
 
 
 def moment() -> str:
-    """Return the time as in RFC 3339."""
+    """Return the time, as RFC 3339 writes it."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -229,7 +229,7 @@ class Writer:
 
 
 def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
-    """Build the body of a reply that is not streamed."""
+    """Return the body of a reply that is not streamed."""
     if not replies:
         return line(head, True, **part(head, ""), **figures(head, None))
     reply = replies[0]

@@ -154,7 +154,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def response_object(head: Head, status: str, output: Sequence[Any], **more: Any) -> dict[str, Any]:
-    """Build a response; `more` replaces entries."""
+    """Return a response; `more` replaces entries."""
     body = {"id": head.id, "object": "response", "created_at": head.created, "status": status, "error": None}
     body |= {"incomplete_details": None, "model": head.facts.name, "output": list(output), "usage": None}
     return body | head.echoed | more
@@ -298,7 +298,7 @@ class Writer:
 
 
 def _delta(at: dict[str, Any], number: str, text: str) -> bytes:
-    """Write an event of a message's text without log-probabilities."""
+    """Return an event of a message's text without log-probabilities."""
     kind = "response.output_text.delta"
     more = {"content_index": 0, "delta": text, "logprobs": []}
     return named_sse(kind, {"type": kind, "sequence_number": number} | at | more)
@@ -310,7 +310,7 @@ def lacks_message(reply: Whole) -> bool:
 
 
 def status_of_last(finish: Finish) -> str:
-    """Return the status of the text or reasoning that ends a reply; a call is complete."""
+    """Return the status of the text or reasoning that a reply ends with; a call is whole."""
     return "incomplete" if finish.reason == "length" else "completed"
 
 
@@ -322,7 +322,7 @@ def ended(finish: Finish) -> tuple[str, dict[str, Any]]:
 
 
 def item_object(head: Head, item: Item, status: str) -> dict[str, Any]:
-    """Build an output item, empty while it is in progress."""
+    """Return an output item, empty while it is in progress."""
     body: dict[str, Any] = {"type": item.kind, "id": item.id, "status": status}
     if item.kind == "message":
         part = {"type": "output_text", "text": item.text, "annotations": [], "logprobs": item.logprobs}
@@ -357,7 +357,7 @@ def keep(head: Head, body: dict[str, Any], reply: Whole) -> None:
 
 
 def whole_item(head: Head, part: Stretch | Call) -> Item:
-    """Build the output item of a part of a finished reply."""
+    """Return the output item of a part of a whole reply."""
     if isinstance(part, Call):
         kind, prefix = call_kind(head, part.name)
         return Item(kind, new_id(prefix), 0, CallBegin(0, part.id, part.name), part.arguments)
@@ -368,7 +368,7 @@ def whole_item(head: Head, part: Stretch | Call) -> Item:
 
 
 def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
-    """Build the body of a response that is not streamed."""
+    """Return the body of a response that is not streamed."""
     reply = replies[0]
     parts = [part for part in reply.parts if isinstance(part, Call) or part.text]
     if lacks_message(reply):

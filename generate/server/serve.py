@@ -131,7 +131,7 @@ def compression_of(args: argparse.Namespace) -> Compression | None:
 
 
 def upstream_of(args: argparse.Namespace) -> Upstream | None:
-    """Read the server that answers in place of a model of our own; None: there is none."""
+    """Return the server that answers in place of a model of our own; None: there is none."""
     base, model, file = args.prefill_upstream_base, args.prefill_upstream_model, args.prefill_upstream_key_file
     if base is None:
         if model is not None or file is not None:

@@ -100,7 +100,7 @@ class Service:
             self.running -= 1
 
     def metrics_text(self) -> str:
-        """Write the figures of this server in Prometheus' format."""
+        """Return the figures of this server in Prometheus' format."""
         cache = {"num_slots": str(self.slots), "max_model_len": str(self.facts.context)}
         return self.metrics.text(self.facts.name, self.gauges(), cache)
 
@@ -165,7 +165,7 @@ class Service:
         return found | {"queries": counters["prefix_cache_queries"], "hits": counters["prefix_cache_hits"]}
 
     def slots_list(self) -> list[dict[str, Any]]:
-        """List the slots of the model under llama.cpp's names, busy ones first.
+        """Return the sequences that the model can work on at once, under llama.cpp's names; the busy ones come first.
 
         n_past  tokens of prompt and reply that a busy slot holds
         """

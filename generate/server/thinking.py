@@ -24,12 +24,12 @@ def effort_options(effort: str | None, facts: Facts) -> dict[str, Any]:
 
 
 def switch_options(on: bool | None, facts: Facts) -> dict[str, Any]:
-    """Return the rendering options that turn thinking on or off, if the template can."""
+    """Return the options of rendering that turn thinking on or off, where the template can."""
     return {} if on is None or not facts.switches_thinking else {"think": on}
 
 
 def thinking_options(fields: Fields, facts: Facts) -> dict[str, Any]:
-    """Return the rendering options for `thinking` and `enable_thinking`, which clients add to Chat Completions."""
+    """Return the options of rendering for `thinking` and `enable_thinking`, which clients add to Chat Completions."""
     thinking = fields.object("thinking") or Fields({})
     kind = thinking.choice("type", *KINDS)
     found = switch_options(None if kind is None else kind != "disabled", facts)
@@ -37,7 +37,7 @@ def thinking_options(fields: Fields, facts: Facts) -> dict[str, Any]:
 
 
 def template_options(fields: Fields | None, facts: Facts) -> dict[str, Any]:
-    """Return the rendering options for `chat_template_kwargs`: those that the template reads."""
+    """Return the options of rendering for `chat_template_kwargs`: those that the template reads."""
     if fields is None:
         return {}
     found = switch_options(fields.flag("enable_thinking"), facts)

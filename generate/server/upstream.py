@@ -143,7 +143,7 @@ def checked(text: bytes) -> bytes:
 
 
 def kind_of(response: httpx2.Response) -> str:
-    """Return the media type of an answer; raises ApiError for one that no route of this server has."""
+    """Return the media type of an answer; raises ApiError for one that no route of ours has."""
     kind: Any = response.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != WHOLE and kind not in STREAMS:
         raise ApiError(502, f"the upstream server answered with {kind!r:.60}; JSON and its streams are supported")

@@ -58,7 +58,7 @@ def tokenize(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
 
 
 def piece(text: str, data: bytes) -> str | list[int]:
-    """Show a token as llama.cpp does: its text, or its bytes if they are not UTF-8."""
+    """Return a token as llama.cpp shows it: its text, or its bytes where they are no UTF-8 on their own."""
     return text if text.encode() == data else list(data)
 
 

@@ -106,7 +106,7 @@ def now() -> int:
 
 
 def openai_usage(usage: Usage) -> dict[str, Any]:
-    """The usage object of Chat Completions and Completions."""
+    """Return the usage object of Chat Completions and Completions."""
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
@@ -140,7 +140,7 @@ def timings(stats: Stats, usage: Usage) -> dict[str, Any]:
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
-    """Return the text of one token, with U+FFFD for half a character, and its bytes; padding ids have none."""
+    """Return the text of one token, in which half a character is U+FFFD, and its bytes; padding ids have none."""
     data = tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
     return data.decode(errors="replace"), data
 
