@@ -1,7 +1,7 @@
-"""Output of a quantization run: tensors that are read, encoded and written a few rows at a time, and restarts.
+"""Output of a quantization run: tensors that are read, encoded and written a few rows at a time; restarts.
 
-A run works in a folder beside its result. The folder holds a marker until the result is whole, so that nothing loads a
-part of a model, and the same command resumes a stopped run.
+A run writes to a folder next to its result. The folder holds a marker until the result is complete, so that no program
+loads a part of a model, and the same command resumes a stopped run.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ from common.tensors import Tensor, release
 class Output:
     """One tensor to write.
 
-    name    in the file that is written
-    kind    of the weight, or "" for what is no matrix
-    shape   logical
-    type    of the values that `load` returns
-    format  what they are encoded in, or None for a copy
-    why     a matrix is a copy
-    load    returns the tensor; only then is it read
-    stack   the tensors that follow one another in it, where it is written by parts; of a copy, `load` returns the first
+    name    name in the file that is written
+    kind    kind of the weight, or "" if the tensor is not a matrix
+    shape   logical shape
+    type    type of the values that `load` returns
+    format  format of the encoded values, or None for a copy
+    why     reason why a matrix is copied
+    load    function that reads and returns the tensor
+    stack   tensors that are written one after another to form this one; of a copied stack, `load` returns the first
     """
 
     name: str
@@ -46,13 +46,13 @@ class Output:
 
 
 def output_of(name: str, tensor: Tensor, kind: str = "", format: Format | None = None, why: str = "") -> Output:
-    """A tensor of the checkpoint under another name or in another format."""
+    """Describe the output of a tensor of the checkpoint under another name or in another format."""
     type_ = float_type(tensor) if format else tensor.type
     return Output(name, kind, tensor.shape, type_, format, lambda: tensor, why)
 
 
 def encoded_chunks(output: Output) -> Iterator[Encoded]:
-    """The output's rows as they are written, in order."""
+    """Yield the output's rows in the form in which they are written, in order."""
     for tensor in output.stack or (output.load(),):
         if output.format is None:
             parts = [part and part.data.reshape(-1) for part in (tensor, tensor.scales, tensor.biases)]
@@ -64,7 +64,7 @@ def encoded_chunks(output: Output) -> Iterator[Encoded]:
 
 
 def parts_of(output: Output) -> tuple[int, int, int]:
-    """Bytes of the output's data, scales and biases."""
+    """Compute the bytes of the output's data, scales and biases."""
     if output.format is not None:
         return encoded_bytes(output.shape, output.type, output.format)
     tensor, count = output.load(), len(output.stack) or 1
@@ -76,10 +76,10 @@ def parts_of(output: Output) -> tuple[int, int, int]:
 
 
 def begin(out: Path, source: Checkpoint, outputs: Sequence[Output], settings: dict[str, Any]) -> Path:
-    """The folder in which `out` is made: a new one, or that of a run with this source and this plan that was stopped.
+    """Return the working folder for `out`: a new one, or that of a stopped run with the same source and plan.
 
-    Raises UsageError where `out` exists, lies in the source, or has a folder from another run beside it, BimetalError
-    where the disk cannot hold the outputs.
+    Raises UsageError if `out` exists, lies in the source, or has a working folder of another run next to it;
+    BimetalError if the disk cannot hold the outputs.
     """
     check_place(out, source.path)
     part = out.with_name(out.name + ".part")
@@ -106,12 +106,12 @@ def check_place(out: Path, source: Path) -> None:
 
 
 def check_space(part: Path, needed: int) -> None:
-    """Refuse to begin what the disk cannot hold; bytes already in `part` count."""
+    """Refuse a run whose `needed` bytes the disk cannot hold; bytes already in `part` are subtracted."""
     check_room(part.parent, needed, sum(file.stat().st_size for file in part.iterdir()))
 
 
 def check_room(folder: Path, needed: int, held: int = 0) -> None:
-    """Refuse to begin a result of `needed` bytes, `held` of them written, that the disk of `folder` cannot hold."""
+    """Refuse a result of `needed` bytes, `held` of them already written, that the disk of `folder` cannot hold."""
     free = shutil.disk_usage(folder).free
     if needed > held + free:
         raise BimetalError(
@@ -121,7 +121,7 @@ def check_room(folder: Path, needed: int, held: int = 0) -> None:
 
 
 def _fingerprint(source: Checkpoint) -> list[Any]:
-    """Hash names, sizes and times of a source's files, so that a change is noticed."""
+    """List names, sizes and times of a source's files, so that a change is detected."""
     path = source.path
     files = files_of(path) if path.is_file() else [*sorted(path.glob("*.safetensors")), path / "config.json"]
     return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]

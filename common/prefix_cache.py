@@ -1,7 +1,7 @@
-"""The prefix cache: states of earlier prompts in host memory, found by their tokens.
+"""The prefix cache: states of earlier prompts in host memory, looked up by their tokens.
 
-Rows of keys and values are kept in pages of PAGE tokens, which texts with an equal beginning share. What cannot be cut
-(delta matrices, convolution tails, windows) is kept whole as a point, at the lengths of the entries alone.
+Rows of keys and values are kept in pages of PAGE tokens; texts with the same beginning share pages. States that cannot
+be cut (delta matrices, convolution tails, windows) are kept whole as a point, only at the lengths of the entries.
 """
 
 import sys
@@ -23,8 +23,8 @@ class Found(NamedTuple):
     """Result of a look-up in the cache.
 
     length   tokens that the state now holds; 0: the state is unchanged
-    matched  tokens of the prompt that some kept text begins with
-    branch   a cut of the prompt at which a state should be kept, since two texts differ after it; 0: none
+    matched  number of first tokens of the prompt that are also the first tokens of a kept text
+    branch   position of the prompt at which a state should be kept, because two texts differ after it; 0: none
     """
 
     length: int = 0
@@ -33,9 +33,9 @@ class Found(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A state as `State.load` takes it, or its end: `rows` are those of the tokens from `first` on, in parts.
+    """A state as `State.load` takes it, or the end of a state: `rows` belong to the tokens from `first` on, in parts.
 
-    finish  waits until the arrays are complete, in any thread
+    finish  function that waits until the arrays are complete; any thread can call it
     """
 
     tokens: np.ndarray
@@ -50,28 +50,28 @@ class Store(Protocol):
     """A slower tier of the cache, on disk."""
 
     def first_missing(self, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> int | None:
-        """The first token whose rows the store lacks; None if it has the whole state, or no room for it."""
+        """Return the first token whose rows the store lacks; None if it has the whole state, or no room for it."""
 
     def put(self, saved: Saved) -> None:
-        """Store a state, of which the rows before `saved.first` are stored already."""
+        """Store a state; its rows before `saved.first` are stored already."""
 
     def close(self) -> None:
-        """Wait until every state that was put is stored."""
+        """Wait until every state that was passed to `put` is stored."""
 
     def get(self, tokens: np.ndarray, reading: Reading, more_than: int) -> Saved | None:
-        """The state of the longest stored prefix, above `more_than` tokens, at which `reading` can resume.
+        """Return the state of the longest stored prefix above `more_than` tokens at which `reading` can resume.
 
-        It is a whole stored state, or the beginning of one that has no point.
+        The result is a whole stored state, or the beginning of a stored state that has no point.
         """
 
 
 class PrefixCache:
     """The memory tier; used by one thread.
 
-    fingerprint  of everything that changes a state's bits, except its tokens and its long steps
-    budget       most bytes; checked before a state is saved
-    store        a slower tier, which receives every kept state and is asked after a miss
-    freed        called with the arrays of dropped states
+    fingerprint  hash of everything that changes a state's bits, except its tokens and its long steps
+    budget       maximum bytes; checked before a state is saved
+    store        a slower tier, which receives every kept state and is looked up after a miss
+    freed        function that is called with the arrays of dropped states
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PrefixCache:
     def restore(self, tokens: Sequence[int], state: State, reading: Reading, more_than: int = 0) -> Found:
         """Load the longest kept proper prefix of `tokens` above `more_than` tokens into `state`.
 
-        A prefix counts if its state has the bits that reading the prompt as `reading` does would give.
+        A prefix matches only if its state has the bits that computing the prompt in the steps of `reading` would give.
         """
         if not state.can_save:
             return Found()
@@ -112,7 +112,7 @@ class PrefixCache:
         if saved is not None:
             try:
                 load(state, saved.tokens, saved.long_steps, saved.rows, saved.point)
-            except BimetalError:  # of another layout, in spite of its fingerprint
+            except BimetalError:  # the state has another layout, in spite of its fingerprint
                 return Found(length, matched)
             length = len(saved.tokens)
             kept = [self.root, *self._path(saved.tokens, state.long_steps)]
@@ -126,7 +126,7 @@ class PrefixCache:
         return Found(length, max(matched, length), branch if state.point_shapes(1) and branch < len(ids) else 0)
 
     def matched(self, tokens: Sequence[int]) -> int:
-        """Number of tokens that the prompt shares with some text in memory, in whatever steps that text was read."""
+        """Count the first tokens that the prompt shares with a text in memory, whatever steps computed that text."""
         ids, path, parent = np.asarray(tokens, np.int32), list[Page](), self.root
         while len(part := ids[len(path) * PAGE :][:PAGE]) == PAGE:
             same = [page for page in parent.children.values() if np.array_equal(page.tokens, part)]
@@ -139,8 +139,8 @@ class PrefixCache:
     def offer(self, tokens: Sequence[int], state: State, why: str = "turn") -> None:
         """Keep `state`, which holds exactly `tokens`, if it is new and fits; less valuable states make room.
 
-        While earlier states are still being saved, less is kept: what is left out is read again. A state for whose copy
-        no memory is free is left out with a line on stderr.
+        While earlier states are still being saved, fewer states are kept; tokens of the others are computed again. If
+        no memory is free for the copy of a state, that state is not kept, and a line is printed to stderr.
         """
         if not state.can_save or not state.length:
             return
@@ -158,7 +158,7 @@ class PrefixCache:
     # -- adding --------------------------------------------------------------------------------------------------------
 
     def _keep(self, ids: np.ndarray, state: State, entry: Entry | None) -> None:
-        """Put what the slower tier lacks of a state: from `entry`, or if memory has none from the device."""
+        """Put the part of a state that the slower tier lacks, from `entry`, or from the device if `entry` is None."""
         first = None if self.store is None else self.store.first_missing(ids, state.long_steps)
         if first is None or self.store is None:
             return
@@ -171,16 +171,16 @@ class PrefixCache:
         self.store.put(Saved(ids, tuple(state.long_steps), first, rows, point, finish))
 
     def _add(self, ids: np.ndarray, state: State, why: str, path: list[Page]) -> Entry | None:
-        """The entry of `state`, new or old; None if the budget is too small. If saving fails, nothing is added.
+        """Return the entry of `state`, new or old; None if the budget is too small. If saving fails, nothing is added.
 
-        path  the root and the kept pages with which `ids` begins; the new ones are added
+        path  the root and the kept pages of the beginning of `ids`; new pages are appended
         """
         self.clock += 1
         steps, whole = tuple(state.long_steps), len(ids) // PAGE
         tail, over = ids[whole * PAGE :], overlapping(steps, whole * PAGE, len(ids))
         if len(path) > whole and (entry := path[-1].entries.get(chained_key(path[-1].key, tail, over))) is not None:
             if not np.array_equal(entry.tail, tail):
-                return None  # two texts with one hash: the first stays
+                return None  # two texts with the same hash: the first one is kept
             entry.why = why if why == "system" else entry.why
             self._touch(entry)
             return entry
@@ -221,7 +221,7 @@ class PrefixCache:
         entry.touch(self.clock)
 
     def _thin(self, entry: Entry) -> None:
-        """Drop grid points before `entry`: the nearest two stay, and fewer of those farther back."""
+        """Drop grid points before `entry`: the nearest two are kept, and fewer of the points farther back."""
         point = entry.base
         while point is not None:
             above, back = point.base, (entry.length - point.length) // GRID_POINTS
@@ -233,7 +233,7 @@ class PrefixCache:
     # -- matching ------------------------------------------------------------------------------------------------------
 
     def _path(self, ids: np.ndarray, long_steps: Sequence[LongStep]) -> list[Page]:
-        """The kept pages with which the tokens begin, read in such steps."""
+        """Return the kept pages of the beginning of the tokens, computed in the same long steps."""
         path, parent = list[Page](), self.root
         for at in range(len(ids) // PAGE):
             page = parent.child(ids, at, long_steps)
@@ -244,7 +244,7 @@ class PrefixCache:
         return path
 
     def _matched(self, ids: np.ndarray, path: list[Page]) -> int:
-        """Number of tokens that the prompt shares with some kept text; `path` are its whole pages."""
+        """Count the first tokens that the prompt shares with a kept text; `path` has the complete shared pages."""
         last, rest = path[-1] if path else self.root, ids[len(path) * PAGE :]
         held = [*(page.tokens for page in last.children.values()), *(entry.tail for entry in last.entries.values())]
         return len(path) * PAGE + max((common_length(rest, tokens) for tokens in held), default=0)
@@ -252,7 +252,7 @@ class PrefixCache:
     def _resumable(
         self, ids: np.ndarray, path: list[Page], reading: Reading, any_page: bool
     ) -> tuple[Entry | None, int]:
-        """The longest entry at which the prompt can resume, and with `any_page` the number of whole pages."""
+        """Return the longest entry at which the prompt can resume, and with `any_page` the number of whole pages."""
         best = None
         for page in (self.root, *path):
             for entry in page.entries.values():
@@ -265,7 +265,7 @@ class PrefixCache:
         return best, (pages[-1] if any_page and pages else 0)
 
     def _rows(self, page: Page, entry: Entry | None = None) -> list[Parts]:
-        """The rows up to the end of `page`, or of `entry` after it, in parts."""
+        """Return the rows up to the end of `page`, or of `entry` after that page, in parts."""
         parts = [] if entry is None or not len(entry.tail) else [entry.rows]
         held: Page | None = page
         while held is not None and held.parent is not None:
@@ -280,7 +280,7 @@ class PrefixCache:
             yield from page.entries.values()
 
     def _make_room(self, need: int, path: Sequence[Page]) -> bool:
-        """Drop the least valuable entries and pages, none of `path`, until `need` more bytes fit; whether they do."""
+        """Drop the least valuable entries and pages, except `path`, until `need` more bytes fit; return whether so."""
         if need + sum(page.nbytes for page in path) > self.budget:
             return False
         if self.bytes + need <= self.budget:

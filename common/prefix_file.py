@@ -1,7 +1,7 @@
-"""One saved state in one file: safetensors, whose metadata name the format, the model and checksums; never pickle.
+"""One saved state in one file: safetensors with format, model and checksums in the metadata; never pickle.
 
-A file holds the token ids of the whole state, its point, and the rows after those of another file, its base. Every PAGE
-tokens of rows have a checksum, so that the first tokens of a state can be read without the others.
+A file holds the token ids of the whole state, its point, and the rows that follow those of another file, its base. The
+rows have a checksum per PAGE tokens, so that the first tokens of a state can be read without the rest.
 """
 
 import json
@@ -23,25 +23,25 @@ from common.step import LongStep
 from common.tensors import Tensor
 
 FORMAT, VERSION = "bimetal saved state", "2"
-MOST_HEADER = 16 << 20  # bytes
-MOST_ARRAYS = 4096  # of rows, or of a point
+MOST_HEADER = 16 << 20  # maximum bytes of a header
+MOST_ARRAYS = 4096  # maximum arrays of rows, or of a point
 DIGEST = 16  # bytes of a checksum
 TYPES = {"F32": "<f4", "F16": "<f2", "U16": "<u2", "U8": "|u1", "I32": "<i4", "I64": "<i8"}
 NAMES = {np.dtype(type_): name for name, type_ in TYPES.items()}
 
 
 class DamagedError(BimetalError):
-    """A file of this model whose content is not what was written."""
+    """A file of this model whose content has changed since it was written."""
 
 
 @dataclass(frozen=True)
 class Header:
     """The metadata and the token ids of a file.
 
-    base      the file with the rows before token `first`; "" where that is 0
-    counts    arrays of rows, and of the point
-    checksum  of the point
-    nbytes    of the file
+    base      the file with the rows before token `first`; "" if `first` is 0
+    counts    numbers of arrays: of rows, and of the point
+    checksum  checksum of the point
+    nbytes    bytes of the file
     """
 
     path: Path
@@ -59,12 +59,12 @@ class Header:
 
     @property
     def has_point(self) -> bool:
-        """Test whether the state has a part that cannot be divided by tokens."""
+        """Test whether the state has a point: arrays that cannot be divided by tokens."""
         return self.counts[1] > 0
 
 
 def key_of(fingerprint: str, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> str:
-    """The name of a state: 32 hexadecimal digits."""
+    """Compute the name of a state: 32 hexadecimal digits."""
     hashed = blake2b(fingerprint.encode(), digest_size=16)
     hashed.update(len(tokens).to_bytes(8, "little") + np.ascontiguousarray(tokens, "<i4").tobytes())
     hashed.update(np.asarray(long_steps, "<i8").tobytes())
@@ -72,14 +72,14 @@ def key_of(fingerprint: str, tokens: np.ndarray, long_steps: Sequence[LongStep])
 
 
 def file_bytes(saved: Saved) -> int:
-    """About the size of a state's file, and not less."""
+    """Compute an upper bound, close to the actual value, on the bytes of a state's file."""
     ids = 4 * len(saved.tokens) + 16 * len(saved.long_steps) + DIGEST * (1 + len(saved.tokens) // PAGE)
     rows = (part for parts in saved.rows for part in parts)
     return 5120 + ids + sum(array.nbytes + 256 for array in (*rows, *saved.point))
 
 
 def write(path: Path, fingerprint: str, saved: Saved, base: str) -> None:
-    """Write beside `path`, wait until the disk has it, and rename; raises OSError."""
+    """Write a temporary file next to `path`, flush it to the disk, and rename it; raises OSError."""
     point = dict(zip(_names("point", len(saved.point)), map(np.ascontiguousarray, saved.point), strict=True))
     arrays, entries, at = _ids_and_rows(saved) | point, dict[str, Any](), 0
     for name, array in arrays.items():
@@ -108,7 +108,7 @@ def write(path: Path, fingerprint: str, saved: Saved, base: str) -> None:
 
 
 def is_ours(path: Path) -> bool:
-    """Test whether the file begins as those of this program do; one that cannot be read does not."""
+    """Test whether the file begins like those of this program; False if it cannot be read."""
     try:
         return _read_metadata(path)[0].get("format") == FORMAT
     except (BimetalError, OSError):
@@ -116,9 +116,9 @@ def is_ours(path: Path) -> bool:
 
 
 def read_header(path: Path, fingerprint: str) -> Header:
-    """The header and the token ids of a file.
+    """Read the header and the token ids of a file.
 
-    Raises BimetalError for what is no state of this model, DamagedError for one that is damaged, OSError.
+    Raises BimetalError for a file that is no state of this model, DamagedError for a damaged one, and OSError.
     """
     metadata, entries, start, nbytes = _read_metadata(path)
     if metadata.get("format") != FORMAT:
@@ -142,9 +142,11 @@ def read_header(path: Path, fingerprint: str) -> Header:
 
 
 def read(header: Header, length: int, has_end: bool = True) -> Saved:
-    """Read the rows of a file before token `length`, and the point of a state that ends there, in memory of their own.
+    """Read the rows of a file before token `length`, in parts of PAGE tokens, and the point of a state that ends there.
 
-    has_end  whether the point is read. The rows are in parts of PAGE tokens. Raises DamagedError, OSError.
+    The arrays are copies. Raises DamagedError, OSError.
+
+    has_end  whether the point is read
     """
     try:
         tensors = read_safetensors(header.path)
@@ -174,7 +176,7 @@ def _names(kind: str, count: int) -> list[str]:
 
 
 def _ids_and_rows(saved: Saved) -> dict[str, np.ndarray]:
-    """The arrays of a file by name, but for the point."""
+    """Return the arrays of a file by name, without the point."""
     rows = [np.ascontiguousarray(ps[0] if len(ps) == 1 else np.concatenate(ps, axis=1)) for ps in saved.rows]
     tokens = len(saved.tokens) - saved.first
     checksums = np.frombuffer(b"".join(map(_checksum, _parts(rows, tokens))), np.uint8)
@@ -186,7 +188,7 @@ def _ids_and_rows(saved: Saved) -> dict[str, np.ndarray]:
 
 
 def _parts(rows: Sequence[np.ndarray], tokens: int) -> Iterator[list[np.ndarray]]:
-    """Copy rows, (heads, tokens, width) each, in parts of PAGE tokens, of which the last holds token `tokens` - 1."""
+    """Copy rows, (heads, tokens, width) each, in parts of PAGE tokens; the last part holds token `tokens` - 1."""
     for at in range(0, tokens, PAGE):
         yield [np.array(array[:, at : at + PAGE], order="C") for array in rows]
 
@@ -203,7 +205,7 @@ def _checksum(arrays: Iterable[np.ndarray]) -> bytes:
 
 
 def _array(path: Path, name: str, tensors: dict[str, Tensor]) -> np.ndarray:
-    """A view of an array of a file."""
+    """Return a view of an array of a file."""
     tensor = tensors.get(name)
     if tensor is None or tensor.type not in TYPES:
         raise DamagedError(f"{path} lacks the array {name}, or has it in another type")
@@ -211,8 +213,8 @@ def _array(path: Path, name: str, tensors: dict[str, Tensor]) -> np.ndarray:
 
 
 def _read_metadata(path: Path) -> tuple[dict[str, Any], dict[str, Any], int, int]:
-    """The metadata, the entries of arrays, where the arrays begin, and the size of the file."""
-    check_regular(path)  # a pipe would be opened for ever
+    """Return the metadata, the entries of arrays, the offset of the arrays, and the size of the file in bytes."""
+    check_regular(path)  # opening a pipe would block
     with path.open("rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         size = int.from_bytes(file.read(8), "little")
@@ -226,7 +228,7 @@ def _read_metadata(path: Path) -> tuple[dict[str, Any], dict[str, Any], int, int
 
 
 def _read_ids(path: Path, entry: Any, dtype: str, start: int, nbytes: int) -> np.ndarray:
-    """An array of numbers at the beginning of a file whose structure nobody has checked yet."""
+    """Read an array of numbers at the beginning of a file whose structure is not checked yet."""
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     item = np.dtype(TYPES[dtype]).itemsize
     whole = isinstance(offsets, list) and len(offsets) == 2 and all(type(at) is int for at in offsets)
@@ -240,7 +242,7 @@ def _read_ids(path: Path, entry: Any, dtype: str, start: int, nbytes: int) -> np
 
 
 def _end(entry: Any) -> int:
-    """Return the end of an array, counted from the first; -1 for an entry without offsets."""
+    """Return the end of an array in bytes after the begin of the first array; -1 for an entry without offsets."""
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     return offsets[1] if isinstance(offsets, list) and len(offsets) == 2 and type(offsets[1]) is int else -1
 

@@ -36,20 +36,20 @@ class Experts:
             raise BimetalError(f"the configuration chooses {self.top_k} of {self.count} experts")
 
     def for_rank(self, ranks: Ranks) -> "Experts":
-        """All experts, with this rank's channels of each."""
+        """Return the configuration of one rank: all experts, with this rank's channels of each."""
         ffn = ranks.divide(self.ffn, "channels of an expert")
         return replace(self, ffn=ffn, shared_ffn=ranks.divide(self.shared_ffn, "channels of the shared expert"))
 
 
 @dataclass(frozen=True)
 class MtpNames:
-    """Names that a model's files give to the tensors of a multi-token-prediction block.
+    """Names of the tensors of a multi-token-prediction block in a model's files.
 
-    layer     what the names of the block's own layer begin with
+    layer     prefix of the names of the block's own layer
     fc        the matrix (hidden, 2 hidden) over the normed embedding and the normed hidden state, in that order
-    norm      of the block's output
-    prefixes  what all names begin with, {} being the number of the layer
-    is_alone  whether there is one such prefix, whatever the number
+    norm      the norm of the block's output
+    prefixes  possible prefixes of all names; {} is replaced by the number of the layer
+    is_alone  whether the prefix has no number, so that a file holds one block
     """
 
     layer: str
@@ -64,7 +64,7 @@ class MtpNames:
 
 
 def swiglu_ffn(ops: Ops, w: Any, x: Array) -> Array:
-    """x (T, hidden) -> down(silu(gate x) * up x), of this rank's channels; w.gate_up stacks both by rows"""
+    """Compute down(silu(gate x) * up x) of x (T, hidden) with this rank's channels; w.gate_up stacks both by rows."""
     y = ops.linear(x, w.gate_up)
     F = y.shape[-1] // 2
     return ops.linear(ops.swiglu(y[:, :F], y[:, F:]), w.down)
@@ -83,7 +83,7 @@ def ffn_weights(at: Names, hidden: int, ffn: int, ranks: Ranks = ONE) -> Table:
 
 
 def sigmoid_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
-    """The best experts of each row, plus the shared ones as they are, of this rank's channels.
+    """Sum each row's chosen experts by weight, and the shared ones unweighted, with this rank's channels.
 
     x (T, hidden) -> (T, hidden)
     """
@@ -138,9 +138,9 @@ def sigmoid_moe_weights(at: Names, hidden: int, e: Experts, ranks: Ranks = ONE) 
 
 
 def head_weight(c: Any, embed: Stored, head: Stored) -> Matrix | None:
-    """Describe this rank's rows of the head of a model of configuration `c`; None: the whole embedding is the head.
+    """Describe this rank's rows of the head of a model of configuration `c`; None if the whole embedding is the head.
 
-    embed, head  where the files have the embedding, and a head that is not tied
+    embed, head  places in the files of the embedding, and of a head that is not tied to it
     """
     stored, rows = embed if c.tied else head, c.ranks.head_rows(c.vocab)
     if rows < c.vocab:
@@ -158,10 +158,10 @@ def through(
     rows: slice = slice(None),
     layers: range | None = None,
 ) -> Array:
-    """Compute layers: the logits (n, vocab) of `rows` of the step, or if more layers follow, the output (T, hidden).
+    """Compute layers; return the logits (n, vocab) of `rows`, or the output (T, hidden) if more layers follow.
 
-    block   computes a layer: of (ops, c, its weights, state, step, its number, the rows that it keeps, x)
-    layers  which to compute, from step.hidden on if they are not the first ones; None: all
+    block   function of one layer, called with (ops, c, its weights, state, step, its number, the rows to keep, x)
+    layers  layers to compute, with step.hidden as input unless they begin with layer 0; None: all
     """
     count = len(w.layers)
     layers = range(count) if layers is None else layers
@@ -173,12 +173,12 @@ def through(
 
 
 def head(ops: Ops, c: Any, w: Any, x: Array) -> Array:
-    """The logits (n, vocab) of the last layer's output x (n, hidden)."""
+    """Compute the logits (n, vocab) of the last layer's output x (n, hidden)."""
     return head_product(ops, c, w, ops.rms_norm(x, w.norm, c.eps))
 
 
 def head_product(ops: Ops, c: Any, w: Any, x: Array) -> Array:
-    """The logits (n, vocab) of normed x (n, hidden), whole on every rank; without a head the embedding is it."""
+    """Compute the logits (n, vocab) of normed x (n, hidden), whole on every rank; a tied head is the embedding."""
     return ops.all_gather(ops.linear(x, w.embed if w.head is None else w.head), c.vocab)
 
 
@@ -188,7 +188,7 @@ ROPE_KEYS |= {"beta_fast", "beta_slow", "attention_factor", "truncate"}  # yarn
 
 
 def check_sizes(checkpoint: Checkpoint, layers: int, heads: int, kv_heads: int, *rows: int) -> None:
-    """Refuse sizes that the file's tensors cannot have, before anything as large is built."""
+    """Refuse sizes that the file's tensors cannot have, before anything of these sizes is built."""
     if heads % kv_heads:
         raise BimetalError(f"{checkpoint.path}: {kv_heads} key/value heads do not divide {heads} heads")
     if layers > len(checkpoint.tensors):
@@ -207,9 +207,9 @@ SIZES = {  # hidden size, heads, KV heads and head size, by the format of the fi
 
 
 def head_sizes(checkpoint: Checkpoint, keys: Keys, layers: int) -> dict[str, Any]:
-    """Fields of a configuration: the hidden size and the heads of grouped-query attention in each of `layers`.
+    """Read fields of a configuration: the hidden size and the heads of grouped-query attention in each of `layers`.
 
-    Where the file does not state them: as many KV heads as heads, and a head size of hidden / heads.
+    If the file does not state them, there are as many KV heads as heads, and the head size is hidden / heads.
     """
     hidden_key, heads_key, kv_key, dim_key = SIZES[checkpoint.format]
     hidden, heads = keys.size(hidden_key), keys.size(heads_key)
@@ -221,7 +221,7 @@ def head_sizes(checkpoint: Checkpoint, keys: Keys, layers: int) -> dict[str, Any
 
 
 def hf_rope(keys: Keys, dim: int, default_theta: float = 10000.0) -> Rope:
-    """Rope of `dim` channels as config.json states it: rope_parameters, or the older rope_theta and rope_scaling."""
+    """Read the rope of `dim` channels from config.json: rope_parameters, or the older rope_theta and rope_scaling."""
     theta = keys.positive("rope_parameters.rope_theta", keys.positive("rope_theta", default_theta))
     _check_rope(keys.where, theta, dim)
     group = "rope_parameters" if keys.read("rope_parameters", dict, {}) else "rope_scaling"
@@ -248,14 +248,14 @@ def hf_rope(keys: Keys, dim: int, default_theta: float = 10000.0) -> Rope:
         fast = keys.positive(f"{group}.beta_fast", 32.0)
         slow = keys.positive(f"{group}.beta_slow", 1.0)
         keys.expect(f"{group}.truncate", True)
-        # final where the file has one: llama.cpp multiplies that of a GGUF by the derived one (KL 0.94)
+        # used as it is: llama.cpp multiplies the attention factor of a GGUF by the derived one (KL 0.94)
         magnitude = keys.positive(f"{group}.attention_factor", _yarn_magnitude(factor))
         return Rope(_yarn(theta, dim, factor, original, fast, slow), magnitude)
     raise BimetalError(f"{keys.where}: rope type {kind!r}; supported: default, linear, llama3, yarn")
 
 
 def gguf_rope(keys: Keys, dim: int, factors: Tensor | None, default_theta: float = 10000.0) -> Rope:
-    """Rope of `dim` channels from GGUF metadata; `factors` is the file's rope_freqs.weight, divisors per pair."""
+    """Read the rope of `dim` channels from GGUF metadata; `factors` is rope_freqs.weight, one divisor per pair."""
     theta = keys.positive("rope.freq_base", default_theta)
     _check_rope(keys.where, theta, dim)
     if keys.get("rope.dimension_count") not in (None, dim):
@@ -294,7 +294,7 @@ def _frequencies(theta: float, dim: int) -> tuple[float, ...]:
 
 
 def _llama3(frequencies: tuple[float, ...], factor: float, low: float, high: float, original: int) -> tuple[float, ...]:
-    """Llama 3.1's rule: long waves are slowed by `factor`, short ones kept, between them a linear blend."""
+    """Apply Llama 3.1's rule: divide low frequencies by `factor`, keep high ones, blend linearly between them."""
 
     def scaled(f: float) -> float:
         turns = original * f / (2 * math.pi)  # rotations within the original context
@@ -309,7 +309,7 @@ def _llama3(frequencies: tuple[float, ...], factor: float, low: float, high: flo
 
 
 def _yarn(theta: float, dim: int, factor: float, original: int, fast: float, slow: float) -> tuple[float, ...]:
-    """YaRN (Peng et al., arXiv 2309.00071): interpolate slow pairs, keep fast ones, ramp between."""
+    """Apply YaRN (Peng et al., arXiv 2309.00071): interpolate low frequencies, keep high ones, ramp between them."""
 
     def pair_with(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))

@@ -1,4 +1,4 @@
-"""A target and a draft that drafts one token after another, each from the draft's own output at the token before."""
+"""A target and a draft that drafts one token after another, each from the draft's output at the previous token."""
 
 from abc import abstractmethod
 from collections.abc import Generator, Sequence
@@ -16,14 +16,14 @@ from common.step import State, Step
 from common.storage import LayerSpec
 from common.weights import Layout
 
-DEEPEST = 5  # most tokens of a chain: each takes a pass of the head, and is accepted less often than the one before
+DEEPEST = 5  # maximum tokens of a chain: each takes a pass of the head, and is accepted less often than the previous
 
 
 @dataclass(frozen=True)
 class ChainPair(Pair):
-    """A pair whose draft is one more layer, and whose steps all write that layer's keys and values.
+    """A pair whose draft is one additional layer; every step writes the keys and values of that layer.
 
-    tables  the draft's weights as its file names them
+    tables  the draft's weights, by the names in its file
     """
 
     tables: Layout
@@ -31,15 +31,15 @@ class ChainPair(Pair):
 
     @abstractmethod
     def _first(self, step: Step) -> Array:
-        """Hidden states of any value: in the first pass only row 0 counts, and takes its hidden state from `state`."""
+        """Return placeholder hidden states: the first pass uses only row 0, whose hidden state comes from `state`."""
 
     @abstractmethod
     def _pass(self, state: State, step: Step, hidden: Array) -> Array:
-        """The draft's hidden states (T, n) of the step's rows, of which each reads the row of `hidden` before it."""
+        """Compute the draft's hidden states (T, n) of the step's rows; row i reads row i - 1 of `hidden`."""
 
     @abstractmethod
     def _head(self, hidden: Array) -> Array:
-        """The draft's logits of rows that `_pass` returned."""
+        """Compute the draft's logits of rows that `_pass` returned."""
 
     @property
     def memory_layout(self) -> tuple[Layout, list[LayerSpec]]:
@@ -51,7 +51,7 @@ class ChainPair(Pair):
 
     @property
     def target(self) -> Model:
-        """The pair itself: the draft's rows are written in each step, because no later one could catch up."""
+        """Return the pair itself: each step writes the draft's rows, because no later step could write them."""
         return self
 
     def drafting(
@@ -70,10 +70,10 @@ class ChainPair(Pair):
         return Step.chain(np.array(given, np.int32), length)
 
     def propose(self, state: State, given: Sequence[int]) -> Array:
-        """Logits (1, n) over the draft's vocabulary of the token after the tokens `given`, which follow the state.
+        """Compute logits (1, n) over the draft's vocabulary of the token after `given`, tokens that follow the state.
 
-        Commits nothing. Each token but the first was drafted, so that the draft's output at the one before stands for
-        its hidden state.
+        Commits nothing. Each token of `given` except the first was drafted: the draft's output at the previous token
+        is used as its hidden state.
         """
         return self.ops.run(self._chains[len(given)], state, self.pass_step(given, state.length))[:1]
 
@@ -88,20 +88,20 @@ class ChainPair(Pair):
 
     @cached_property
     def _chains(self) -> dict[int, Any]:
-        """Functions that `propose` runs, by number of tokens: kept, so that a backend may capture them."""
+        """Build the functions that `propose` runs, by number of tokens; kept, so that a backend can capture them."""
         return {n: partial(self._chain_logits, n) for n in range(1, DEEPEST + 1)}
 
     @cached_property
     def _joined_chains(self) -> dict[int, Any]:
-        """List as `_chains` what runs for several sequences of so many tokens each."""
+        """Build functions like `_chains`, for steps of several sequences that have this number of tokens each."""
         return {n: partial(self._each_chain_logits, n) for n in range(1, DEEPEST + 1)}
 
     def _chain_logits(self, n: int, state: State, step: Step) -> Array:
-        """The logits (1, vocab) of row n - 1. After i passes the outputs of rows 0 to i - 1 are those of a chain."""
+        """Compute the logits (1, vocab) of row n - 1 in n passes; after pass i, rows 0 to i - 1 are final."""
         return self._head(self._chain(n, state, step)[n - 1 : n])
 
     def _each_chain_logits(self, n: int, state: State, step: Step) -> Array:
-        """The logits of the last of each n rows."""
+        """Compute the logits of the last of each sequence's n rows."""
         return self._head(self._chain(n, state, step)[n - 1 :: n])
 
     def _chain(self, n: int, state: State, step: Step) -> Array:

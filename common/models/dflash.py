@@ -1,9 +1,9 @@
 """The DFlash draft (Chen et al., arXiv 2602.06036): a block of tokens in one pass, from hidden states of the target.
 
-Each layer's attention reads keys and values made of the target's hidden states at every committed position, then those
-of the block: the newest token and a mask for every token after it. Row i of the block predicts the token at its own
-position, or in drafts of DeepSpec the token after it. Embedding and head are the target's own. A target and its draft
-share one state, so that one commit moves both, and the draft needs no prompt of its own.
+Each layer's attention reads keys and values computed from the target's hidden states at every committed position, then
+keys and values of the block: the newest token, followed by mask tokens. Row i of the block predicts the token at its
+own position, or in drafts of DeepSpec the next token. Embedding and head are the target's. A target and its draft share
+one state, so that one commit advances both, and the draft needs no prefill.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -22,8 +22,8 @@ from common.ops import Array, Ops
 from common.step import State, Step
 from common.storage import KVSpec, LayerSpec
 
-CONTEXT_ROWS = 4096  # that a layer without a window keeps: more than drafts are trained on, little beside the target's
-CHAINS = (3, 7, 11, 15, 23, 31)  # depths of a chain among which a budget is chosen, beside the whole block
+CONTEXT_ROWS = 4096  # kept by a layer without a window: more than drafts are trained on, little next to the target's
+CHAINS = (3, 7, 11, 15, 23, 31)  # depths of a chain from which a budget is chosen, in addition to the whole block
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def write_context(ops: Ops, c: Config, w: Any, states: Sequence[Any], step: Step
 
 
 def forward(ops: Ops, c: Config, w: Any, embed: Any, states: Sequence[Any], step: Step, first: int) -> Array:
-    """The outputs (T, hidden) of a block's rows; `first` is the first layer's number in the state."""
+    """Compute the outputs (T, hidden) of a block's rows; `first` is the number of the first layer in the state."""
     x = ops.embed(embed, step.tokens)
     for i, (layer, state) in enumerate(zip(w.layers, states, strict=True)):
         x = ops.scope(first + i, partial(block, ops, c, layer, state, step, i), x)
@@ -66,7 +66,7 @@ def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, layer: int, x: Ar
 
 
 def _convolved(ops: Ops, conv: tuple[Any, Array, Array], sublayer: RowFn, x: Array) -> Array:
-    """DFlash2's sublayer between two convolutions along the block, whose own taps come of x (T, hidden)."""
+    """Apply DFlash2's sublayer between two convolutions along the block, whose taps are computed from x (T, hidden)."""
     matrix, before, after = conv
     taps = ops.linear(x, matrix)
     each = taps.shape[1] // 2
@@ -74,7 +74,7 @@ def _convolved(ops: Ops, conv: tuple[Any, Array, Array], sublayer: RowFn, x: Arr
 
 
 def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, layer: int, x: Array) -> Array:
-    """x (T, hidden) -> (T, hidden)"""
+    """Compute attention of block rows x (T, hidden) over context and block: (T, hidden)."""
     T, H, D = x.shape[0], c.heads, c.head_dim
     q = ops.norm_rope(ops.linear(x, w.q).reshape(T, H, D), w.q_norm, step.positions, c.rope, c.eps)
     k, v = _keys_values(ops, c, w, step, x)
@@ -122,20 +122,20 @@ class DflashPair(Pair):
 
     @cached_property
     def target(self) -> Model:
-        """The target alone, over the same state: its steps leave no rows for the draft, whose caches commit blanks."""
+        """Return the target alone, over the same state: its steps write no draft rows, and commit blanks for them."""
         parts = self.architecture, self.definition, self.config, self.layout, self.weights, self.ops
         return Model(*parts, expert_stream=self.expert_stream)
 
     def drafting(
         self, token: int, k: int, depth: int, coupling: Coupling | None = None
     ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:
-        most = min(depth, self.draft.tokens)  # further rows of the pass may hold anything
+        most = min(depth, self.draft.tokens)  # later rows of the pass are ignored
         ids, logp = yield Pass(token, most, considered(k, coupling, self.config.vocab))
         return self.ranked(ids, logp, k, coupling)
 
     @property
     def shares_passes(self) -> bool:
-        return not self.draft.conv_taps  # convolutions along a block know no other blocks in its step
+        return not self.draft.conv_taps  # convolutions along a block would mix blocks of different sequences
 
     def pass_step(self, given: int, length: int) -> Step:
         tokens = self._masks.copy()
@@ -147,7 +147,7 @@ class DflashPair(Pair):
         return np.full(self.draft.block, self.draft.mask_token, np.int32)
 
     def propose(self, state: State, given: int) -> Array:
-        """Logits (n, vocab) of the tokens after `given`, the one that follows the state; commits nothing."""
+        """Compute logits (n, vocab) of the tokens after token `given`, which follows the state; commits nothing."""
         return self.run_pass(state, given)[: self.draft.tokens]
 
     def run_pass(self, state: State, given: int) -> Any:
@@ -166,13 +166,13 @@ class DflashPair(Pair):
 
     @cached_property
     def _blocks(self) -> Any:
-        """Function for several sequences: the logits of every row."""
+        """Build the function for several sequences, which computes the logits of every row."""
         return partial(self._block_logits, 0)
 
     def _block_logits(self, first: int, state: State, step: Step) -> Any:
-        """The logits (n, vocab) of a block's rows from `first` on.
+        """Compute the logits (n, vocab) of a block's rows from `first` on.
 
-        Of DFlash2 also what scales its scores, (n, selector_rank).
+        For DFlash2 also returns the factors of its scores, (n, selector_rank).
         """
         ops, own, target = self.ops, self.draft_weights, self.weights
         embed = target.embed if own.embed is None else own.embed

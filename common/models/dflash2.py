@@ -1,9 +1,10 @@
-"""The DFlash2 draft (z-lab and Inco AI, 2026): DFlash's block with convolutions along it, and a selector of candidates.
+"""The DFlash2 draft (z-lab and Inco AI, 2026): DFlash with convolutions along the block, and a selector of candidates.
 
-Each position has some candidates, the likeliest by the block's logits. The selector scores each pair of candidates that
-follow one another: the logit of the second, plus the sum over the ranks of row `first` of `selector_before`, row
-`second` of `selector_after` and the hidden state of the second's position times `selector_hidden`. Their softmax, over
-the candidates of a position, is the draft's distribution after each candidate of the position before.
+Each position has some candidates, the most probable tokens by the block's logits. The selector scores each pair of
+candidates at two consecutive positions. A score is the logit of the second candidate, plus the sum over the ranks of a
+product of three factors: row `first` of `selector_before`, row `second` of `selector_after`, and the hidden state of
+the second position times `selector_hidden`. The softmax of these scores, over the candidates of a position, is the
+draft's distribution after each candidate of the previous position.
 """
 
 from collections.abc import Generator
@@ -26,7 +27,7 @@ class Dflash2Pair(DflashPair):
     def drafting(
         self, token: int, k: int, depth: int, coupling: Coupling | None = None
     ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:
-        """Draft as Pair.drafting: row j of a position follows candidate j of the position before."""
+        """Draft as Pair.drafting does: row j of a position follows candidate j of the previous position."""
         ops, w, c = self.ops, self.draft_weights, self.draft
         n = min(depth, c.tokens)
         logits, scales = yield Pass(token, n, 0)
@@ -48,10 +49,10 @@ class Dflash2Pair(DflashPair):
 def scored(
     ids: np.ndarray, logits: np.ndarray, before: np.ndarray, after: np.ndarray, k: int, coupling: Coupling | None
 ) -> tuple[np.ndarray, ...]:
-    """The best k candidates after each of the position before, as Pair.drafting.
+    """Return the best k candidates after each candidate of the previous position, as Pair.drafting does.
 
-    ids, logits    (n, K): candidates of each position, and their logits, but for a constant per position
-    before, after  (n, K, rank): of those of the position before, scaled, and of the position's own
+    ids, logits    (n, K): candidates of each position, and their logits up to a constant per position
+    before, after  (n, K, rank): factors of the previous position's candidates, scaled, and of the position's own
     """
     logp = logits[:, None] + before @ after.swapaxes(1, 2)
     logp -= logp.max(-1, keepdims=True)

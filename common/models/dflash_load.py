@@ -1,4 +1,4 @@
-"""Loads a draft of a block of tokens, DFlash's or one that was made of it, beside its target."""
+"""Load a draft of a block of tokens, DFlash's or one derived from DFlash, together with its target."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ def check_dflash(checkpoint: Checkpoint, target: Target) -> None:
 
 
 def load_dflash(checkpoint: Checkpoint, target: Model, progress: bool = False) -> DflashPair:
-    """`target` with the draft of `checkpoint` on the same backend."""
+    """Return `target` with the draft of `checkpoint`, loaded on the same backend."""
     config = read_config(checkpoint, target_of(target.definition, target.config))
     weights = load_draft(checkpoint, config, target, progress)
     parts = (target.architecture, target.definition, target.config, target.layout, target.weights, target.ops)
@@ -28,6 +28,6 @@ def load_dflash(checkpoint: Checkpoint, target: Model, progress: bool = False) -
 
 
 def load_draft(checkpoint: Checkpoint, c: Config, target: Model, progress: bool = False) -> SimpleNamespace:
-    """The draft's weights: its layers are counted after the target's, its last norm lies beside the target's head."""
+    """Load the draft's weights: its layers are numbered after the target's, its last norm is placed with the head."""
     first = len(target.layout.layers)
     return load_weights(checkpoint, layout(c, checkpoint), target.ops, progress, first, target.layout.out)

@@ -1,8 +1,8 @@
-"""The DSpark draft (Cheng et al., arXiv 2607.05147): DFlash's block, and a bias by the token before.
+"""The DSpark draft (Cheng et al., arXiv 2607.05147): DFlash's block, and a bias by the previous token.
 
-The bias of every token after token u is `markov_after` times row u of `markov_before`, a product of low rank. It is
-added to the block's logits from left to right, so that each draft token depends on the one before. The confidence head
-that such drafts bring is not read: how many tokens a step verifies is chosen by what steps cost and yield.
+The bias of every token after token u is `markov_after` times row u of `markov_before`, a product of low rank. The bias
+is added to the block's logits from left to right, so that each draft token depends on the previous one. The confidence
+head of such drafts is not read: the number of tokens that a step verifies is chosen by measured times and acceptance.
 """
 
 from collections.abc import Generator
@@ -25,7 +25,7 @@ class DsparkPair(DflashPair):
     def drafting(
         self, token: int, k: int, depth: int, coupling: Coupling | None = None
     ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:
-        """Draft as Pair.drafting: row j of a position follows token j of the first row of the position before."""
+        """Draft as Pair.drafting: row j of a position follows token j of the first row of the previous position."""
         logits: Array = yield Pass(token, min(depth, self.draft.tokens), 0)
         levels = list[tuple[Array, Array]]()
         before: Array = np.array([token], np.int32)
@@ -33,7 +33,7 @@ class DsparkPair(DflashPair):
         most = considered(k, coupling, logits.shape[-1])
         for at in range(logits.shape[0]):
             level = self.ops.scope(last, partial(self._after, before, most), logits[at : at + 1])
-            if coupling is not None:  # the host decides which tokens go on
+            if coupling is not None:  # the host decides which tokens are continued
                 best, logs = self.ops.read_all(*level)
                 best, logs = coupling.ranked(best[None], logs[None], k, at)
                 level = best[0], logs[0]
@@ -44,21 +44,24 @@ class DsparkPair(DflashPair):
         return joined(ids), joined(logp), following(joined(ids))
 
     def _after(self, before: Array, k: int, logits: Array) -> tuple[Array, Array]:
-        """The likeliest tokens after each of `before` (n,), (n, k), and their log-probabilities; logits (1, vocab)."""
+        """Return the k most probable tokens after each of `before` (n,), and their log-probabilities, (n, k) each.
+
+        logits  (1, vocab), of the position without the bias
+        """
         ops, w = self.ops, self.draft_weights
         bias = ops.linear(ops.embed(w.markov_before, before), w.markov_after)
         return ops.top_k(ops.add(bias, logits), k)
 
 
 def joined(levels: tuple[np.ndarray, ...]) -> np.ndarray:
-    """Levels (1, k), (k, k), (k, k), ... as one array (n, k, k), the first level's row repeated."""
+    """Stack levels (1, k), (k, k), (k, k), ... to one array (n, k, k), with the first level's row repeated."""
     return np.stack([np.broadcast_to(level, (level.shape[1], level.shape[1])) for level in levels])
 
 
 def following(ids: np.ndarray) -> np.ndarray:
-    """Map each of the candidates (n, k, k) to the next position's row: where its token stands in row 0, or -1.
+    """Map each of the candidates (n, k, k) to the next position's row: the index of its token in row 0, or -1.
 
-    The last position has none.
+    Candidates of the last position have no next row.
     """
     same = ids[:, :, :, None] == ids[:, None, None, 0, :]
     rows = np.where(same.any(-1), same.argmax(-1), -1)

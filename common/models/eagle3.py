@@ -1,9 +1,10 @@
 """The EAGLE-3 draft (Li et al., arXiv 2503.01840): one layer that drafts token by token, with a vocabulary of its own.
 
-The hidden states of three target layers, low, middle and high, become one by a matrix `fc`. A row of the draft's layer
-reads its token's embedding beside that hidden state of the position before, each normed; the output predicts the next
-token, among the tokens that the map `d2t` lists. To draft further the layer reads what it drafted, with its own output
-as hidden state. The first row of a sequence has a hidden state of zeros; vLLM and llama.cpp leave that row out.
+A matrix `fc` fuses the hidden states of three target layers (low, middle and high) into one. A row of the draft's layer
+reads its token's embedding and the fused hidden state of the previous position, each normed; its output predicts the
+next token, among the tokens that the map `d2t` lists. To draft further tokens, the layer reads the token that it
+drafted, with its own output as hidden state. The first row of a sequence has a hidden state of zeros; vLLM and
+llama.cpp omit that row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ def check_eagle3(checkpoint: Checkpoint, target: Target) -> None:
 
 
 def load_eagle3(checkpoint: Checkpoint, target: Model, progress: bool = False) -> "Eagle3Pair":
-    """`target` with the draft of `checkpoint` on the same backend."""
+    """Return `target` with the draft of `checkpoint`, loaded on the same backend."""
     first, fits = len(target.layout.layers), target_of(target.definition, target.config)
     config = read_config(checkpoint, fits)
     ids = target_ids(checkpoint, config, fits.vocab)
@@ -47,7 +48,7 @@ def load_eagle3(checkpoint: Checkpoint, target: Model, progress: bool = False) -
 class Eagle3Pair(ChainPair):
     """A target and its EAGLE-3 draft.
 
-    ids  (draft's vocabulary,) int32: the target's id of each token of the draft; None: they are equal
+    ids  (draft's vocabulary,) int32: the target's id of each token of the draft; None: both have the same ids
     """
 
     draft: Config
@@ -71,7 +72,7 @@ class Eagle3Pair(ChainPair):
         return logits
 
     def _fused(self, features: list[Array]) -> Array:
-        """One hidden state (T, hidden) of the tapped ones (T, hidden of the target) each."""
+        """Fuse the hidden states of all taps, each (T, hidden of the target), into one (T, hidden)."""
         ops, w, x = self.ops, self.draft_weights, None
         for i, feature in enumerate(features):
             if self.draft.norms_taps:
@@ -93,18 +94,18 @@ class Eagle3Pair(ChainPair):
         return self.ops.rms_norm(self._table(step), self.draft_weights.layers[0].attn_norm, self.draft.eps)
 
     def _hidden(self, state: State, step: Step, hidden: Array) -> tuple[Array, Array]:
-        """Return the row of `hidden` (T, hidden) before each row, unchanged and normed."""
+        """Return the previous row of `hidden` (T, hidden) for each row of the step, unchanged and normed."""
         before = self.ops.parent_rows(hidden, self._state(state).last, step)
         return before, self.ops.rms_norm(before, self.draft_weights.layers[0].hidden_norm, self.draft.eps)
 
     def _both(self, name: str, embedded: Array, hidden: Array) -> Array:
-        """The product of a matrix whose columns are for the embedding, then for the hidden state."""
+        """Compute the product with a matrix whose columns are for the embedding, then for the hidden state."""
         ops, w = self.ops, self.draft_weights.layers[0]
         of_embedding = ops.linear(embedded, getattr(w, f"{name}_embed"))
         return ops.add(of_embedding, ops.linear(hidden, getattr(w, f"{name}_hidden")))
 
     def _with_rope(self, x: Array, name: str, step: Step) -> Array:
-        """Rope of x (T, heads, D), after the norm `name` where the draft has one."""
+        """Apply the norm `name`, if the draft has it, then rope, to x (T, heads, D)."""
         c, ops = self.draft, self.ops
         if not c.norms_heads:
             return ops.rope(x, step.positions, c.rope)

@@ -1,4 +1,4 @@
-"""The tables of an EAGLE-3 draft's weights, in the names of each kind of file."""
+"""Tables of an EAGLE-3 draft's weights, by the names of each kind of file."""
 
 import numpy as np
 
@@ -51,9 +51,9 @@ def layout(checkpoint: Checkpoint, c: Config, target: Target) -> Layout:
 
 
 def _fc(checkpoint: Checkpoint, c: Config, target: Target, prefix: str, fused: str, i: int) -> Stored:
-    """The columns of `fc` for tap i, times the weight of a norm over all taps, where there is one.
+    """Return the columns of `fc` for tap i, times the weight of the norm over all taps, if the draft has that norm.
 
-    Of that norm nothing else is needed: the hidden state's own norm undoes the factor of a row.
+    The rest of that norm, a factor per row, is not needed: the norm of the hidden state removes the factor.
     """
     start, whole = i * target.hidden, (c.hidden, len(c.taps) * target.hidden)
     fix = columns(start, target.hidden)
@@ -78,12 +78,12 @@ def _scaled_columns(checkpoint: Checkpoint, name: str, cut: Fix, start: int, wid
 
 
 def _layer(c: Config, at: Names) -> Table:
-    """The weights of the layer, whose q, k and v read the embedding's half and the hidden state's half."""
+    """List the weights of the layer; its q, k and v matrices have columns for embedding and for hidden state."""
     H, K, D = c.heads, c.kv_heads, c.head_dim
 
     def half(i: int, hf: str, gguf: str, heads: int, roped: bool) -> Stored:
         fixes = [columns(i * c.hidden, c.hidden)]
-        if roped and at.dialect == "gguf":  # which stores a rope pair as adjacent rows; here a pair is (j, j + D/2)
+        if roped and at.dialect == "gguf":  # GGUF stores a rope pair as adjacent rows; here a pair is (j, j + D/2)
             fixes.append(rows(np.arange(heads * D).reshape(heads, D // 2, 2).swapaxes(1, 2).ravel()))
         return Stored(at(hf, gguf, ()).names, (heads * D, c.hidden), in_turn(*fixes), part_of=(heads * D, 2 * c.hidden))
 

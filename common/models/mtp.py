@@ -1,9 +1,9 @@
-"""Multi-token prediction: the block that a model brings along to predict the token after the next (DeepSeek-V3, 2.2).
+"""Multi-token prediction: a model's own block that predicts the token after the next one (DeepSeek-V3, 2.2).
 
-The block is one more layer of the model. Its row of a token reads the token's embedding beside the target's hidden
-state, after the last norm, of the position before; through the model's head its output predicts the next token. Its
-keys and values are written as the target reads those tokens. To draft further the block reads what it drafted, with its
-own outputs as hidden states. The first row of a sequence has a hidden state of zeros, as in llama.cpp.
+The block is one additional layer of the model. A row reads its token's embedding and the target's hidden state of the
+previous position, after the last norm; the model's head predicts the next token from the row's output. The target's
+steps also write the block's keys and values. To draft further tokens, the block reads the token that it drafted, with
+its own output as hidden state. The first row of a sequence has a hidden state of zeros, as in llama.cpp.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from common.step import State, Step
 from common.storage import ConvSpec, LayerSpec
 from common.weights import Layout, Matrix, Names, Stored, Table, Vector, account, columns, load_weights
 
-MOST = 8  # blocks that are looked for
+MOST = 8  # maximum number of blocks that are looked for
 GGUF_NAMES = MtpNames(
     layer="",
     fc="nextn.eh_proj.weight",
@@ -35,9 +35,9 @@ GGUF_NAMES = MtpNames(
 
 @dataclass(frozen=True)
 class Config:
-    """Values of the block itself.
+    """Configuration of the block itself.
 
-    embed, head  whether it has an embedding, and a head, beside the target's
+    embed, head  whether the block has an embedding, and a head, of its own
     """
 
     embed: bool
@@ -48,7 +48,7 @@ class Config:
 
 
 def blocks_of(checkpoint: Checkpoint, definition: Any, c: Any) -> int:
-    """The number of multi-token-prediction blocks in the checkpoint, of a model of configuration `c`."""
+    """Count the multi-token-prediction blocks in the checkpoint of a model of configuration `c`."""
     names, layers = getattr(definition, "MTP", None), len(definition.state_spec(c))
     if names is None:
         return 0
@@ -59,7 +59,7 @@ def blocks_of(checkpoint: Checkpoint, definition: Any, c: Any) -> int:
 
 
 def _prefix(checkpoint: Checkpoint, names: MtpNames, layer: int) -> str | None:
-    """Find the prefix of the block's names, where the checkpoint has the block."""
+    """Return the prefix of the block's names, or None if the checkpoint lacks the block."""
     prefixes = [prefix.format(layer) for prefix in names.prefixes]
     return next((prefix for prefix in prefixes if prefix + names.fc in checkpoint.tensors), None)
 
@@ -79,9 +79,9 @@ def refuse_block(checkpoint: Checkpoint) -> None:
 
 
 def layout(checkpoint: Checkpoint, name: str, c: Any) -> Layout:
-    """The tables of the block at `checkpoint`, for a target of architecture `name` and configuration `c`.
+    """Build the tables of the block in `checkpoint`, for a target of architecture `name` and configuration `c`.
 
-    Raises BimetalError where there is no block, or one for another model.
+    Raises BimetalError if there is no block, or if the block is for another model.
     """
     definition = ARCHITECTURES[name]
     _check_belongs(checkpoint, name)
@@ -102,7 +102,7 @@ def layout(checkpoint: Checkpoint, name: str, c: Any) -> Layout:
 
 
 def _around(at: Names, names: MtpNames, c: Any, fix: Any) -> Table:
-    """The weights of the block beside those of a layer."""
+    """Build the table of the block's weights outside its layer."""
 
     def norm(name: str) -> Vector:
         return Vector(at(name, name, (c.hidden,), fix))
@@ -151,7 +151,7 @@ def _one_after_other(mixed: RowFn, ffn: RowFn, x: Array) -> Array:
 
 
 def load_mtp(checkpoint: Checkpoint, target: Model, progress: bool = False) -> "MtpPair":
-    """`target` with the multi-token-prediction block of `checkpoint`, which may be the target's own."""
+    """Return `target` with the multi-token-prediction block of `checkpoint`, which may be the target's own file."""
     tables, layers = layout(checkpoint, target.architecture, target.config), len(target.layout.layers)
     weights = load_weights(checkpoint, tables, target.ops, progress, layers, target.layout.out)
     parts = target.architecture, target.definition, target.config, target.layout, target.weights, target.ops
@@ -179,7 +179,7 @@ class MtpPair(ChainPair):
         mixed, ffn = parts(weights[-1], state, step, layers[-1])
 
         def last(x: Array) -> tuple[Array, Array]:
-            """Return results at `rows`, as the target alone computes them, and at all rows."""
+            """Return the results at `rows`, as the target alone computes them, and the results at all rows."""
             x = mixed(x)
             every = ffn(x)
             return every if rows == slice(None) else ffn(x[rows]), every
@@ -190,13 +190,13 @@ class MtpPair(ChainPair):
         return logits
 
     def _write(self, state: State, step: Step, hidden: Array) -> None:
-        """Leave the block's rows of the step in the state, given the target's last normed hidden states (T, hidden)."""
+        """Write the block's rows of the step to the state, given the target's last normed hidden states (T, hidden)."""
         w = self.draft_weights.layers[0]
         x = self._inputs(state, step, hidden)
         self.definition.write_past(self.ops, self.config, w, state, step, len(self.weights.layers), x)
 
     def _inputs(self, state: State, step: Step, hidden: Array) -> Array:
-        """The block's input (T, hidden): each row's token, and of `hidden` (T, hidden) the row before it."""
+        """Compute the block's input (T, hidden) from each row's token and the previous row of `hidden` (T, hidden)."""
         ops, w, eps = self.ops, self.draft_weights, self.config.eps
         before = ops.parent_rows(hidden, state[len(self.weights.layers)].last, step)
         token = ops.embed(self.weights.embed if w.embed is None else w.embed, step.tokens)

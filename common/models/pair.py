@@ -23,9 +23,9 @@ from common.storage import LayerSpec
 class Pass(NamedTuple):
     """A pass of a draft over rows that follow the state of one sequence.
 
-    given      what `Pair.run_pass` takes
+    given      argument of `Pair.run_pass`
     positions  number of positions after the newest token whose logits are used
-    k          number of best tokens of each position that the host reads; 0: the result stays on the device
+    k          number of most probable tokens of each position that the host reads; 0: the result stays on the device
     """
 
     given: Any
@@ -35,14 +35,14 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Pair(Model):
-    """A target that also fills its draft's state, so that one commit moves both and the draft reads no prompt.
+    """A target that also fills its draft's state: one commit advances both, and the draft needs no prefill.
 
     draft          the draft's configuration
     draft_weights  the draft's weights, on the target's backend
-    spec           the speculative mode that is chosen where none is given
+    spec           the default speculative mode
     """
 
-    repeats = False  # a draft's window is copied from where it lies
+    repeats = False  # a draft's window is copied from a place that changes
     draft: Any
     draft_weights: SimpleNamespace
     spec: ClassVar[str]
@@ -55,30 +55,30 @@ class Pair(Model):
     @property
     @abstractmethod
     def budgets(self) -> Sequence[int]:
-        """Depths of a chain among which a budget is chosen, ascending, from 0 to the deepest that `drafted` gives."""
+        """Return the chain depths from which a budget is chosen, ascending, from 0 to the maximum of `drafted`."""
 
     @property
     def taps(self) -> Sequence[int]:
-        """List the layers of the target whose outputs the draft's rows are computed from, beside the last layer's."""
+        """List the target layers, in addition to the last one, from whose outputs the draft's rows are computed."""
         return ()
 
     @abstractmethod
     def last_layers(self, state: State, step: Step, rows: slice, layers: range, outputs: Mapping[int, Array]) -> Array:
-        """Compute the target's `layers` to the last one, and leave the draft's rows of the step in the state.
+        """Compute the target's `layers`, which end with its last, and write the draft's rows of the step to the state.
 
-        Returns the logits (n, vocab) of `rows`. Layers before `layers` gave step.hidden, and those among the taps
-        `outputs`, (T, hidden) by layer.
+        Returns the logits (n, vocab) of `rows`. Earlier layers have computed step.hidden, and `outputs`: the output
+        (T, hidden) of each tap among them, by layer.
         """
 
     def _first_layers(self, state: State, step: Step, layers: range) -> tuple[Array, ...]:
-        """Compute `layers`, not the last one among them; return x (T, hidden), and the outputs of taps among them."""
+        """Compute `layers`, without the model's last; return x (T, hidden), and the outputs of taps among them."""
         x, taken = tapped(self, self.taps, state, step, slice(None), layers)
         return x, *taken.values()
 
     def _tapped_to_last(
         self, state: State, step: Step, rows: slice, layers: range, outputs: Mapping[int, Array]
     ) -> tuple[Array, list[Array]]:
-        """Compute `layers` as `last_layers`; return the logits of `rows` and the outputs of all taps, in order."""
+        """Compute `layers` as `last_layers` does; return the logits of `rows` and the outputs of all taps, in order."""
         logits, taken = tapped(self, self.taps, state, step, rows, layers)
         return logits, [taken[i] if i in taken else outputs[i] for i in self.taps]
 
@@ -103,25 +103,25 @@ class Pair(Model):
     ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:
         """Draft the tokens after `token`, which follows a state: yields passes, receives `found` of each.
 
-        Returns ids and log-probabilities of the `k` likeliest tokens of each position, (n, k) each, on the host; n is
-        at most `depth` where each position costs time of its own. Where a position depends on the token before, they
-        are (n, w, k), rows of candidates, of which row 0 of position 0 follows `token`; and a third array (n, w, k)
-        has the row of the next position that follows each candidate, -1 for none.
+        Returns ids and log-probabilities of the `k` most probable tokens of each position, (n, k) each, on the host; n
+        is at most `depth` if each position costs time of its own. If a position depends on the previous token, both
+        arrays are (n, w, k), rows of candidates; row 0 of position 0 follows `token`. A third array (n, w, k) then has
+        the row of the next position that follows each candidate, -1 for none.
 
         coupling  random numbers of the target for at least `depth` tokens, by which candidates are ranked
         """
 
     @abstractmethod
     def pass_step(self, given: Any, length: int) -> Step:
-        """The rows of a pass after `length` committed tokens."""
+        """Return the step of a pass after `length` committed tokens."""
 
     @abstractmethod
     def propose(self, state: State, given: Any) -> Array:
-        """Logits (n, vocab) of the draft's tokens after the newest one; commits nothing."""
+        """Compute logits (n, vocab) of the draft's tokens after the newest token; commits nothing."""
 
     @abstractmethod
     def run_pass(self, state: State, given: Any) -> Any:
-        """Compute a pass; further rows may follow the draft tokens', and logits may come with what a draft needs."""
+        """Compute a pass; its result may have rows after the draft tokens', and arrays besides the logits."""
 
     @property
     def shares_passes(self) -> bool:
@@ -130,14 +130,14 @@ class Pair(Model):
 
     @abstractmethod
     def propose_each(self, state: Any, step: Step, rows: int) -> Array:
-        """Compute a pass of several sequences, each of which has `rows` rows of `step`: logits of all, (m, vocab)."""
+        """Compute a pass of several sequences with `rows` rows of `step` each; return the logits of all, (m, vocab)."""
 
     @abstractmethod
     def rows_of_each(self, number: int, rows: int) -> slice:
-        """Return the rows of `propose_each` that are those of sequence `number`, from 0."""
+        """Return the slice of the result of `propose_each` that belongs to sequence `number`, counted from 0."""
 
     def found(self, passed: Any, asked: Pass) -> Any:
-        """Read what is asked for of a pass: ids and log-probabilities, (n, k) each; or return its rows."""
+        """Read the requested ids and log-probabilities of a pass, (n, k) each; with k = 0 return its rows."""
         if asked.k:
             return self.ops.read_all(*self.ops.top_k(passed[: asked.positions], asked.k))
         if isinstance(passed, tuple):
@@ -160,22 +160,22 @@ class Pair(Model):
     def ranked(
         self, ids: np.ndarray, logp: np.ndarray, k: int, coupling: Coupling | None, at: int = 0
     ) -> tuple[np.ndarray, ...]:
-        """The `k` best of the tokens that `found` gave, as `drafting` returns them.
+        """Return the `k` best of the tokens that `found` returned, as `drafting` returns them.
 
-        at  position after the newest token that row 0 predicts, from 0
+        at  position that row 0 predicts, counted from 0 at the first token after the newest
         """
         ids = self.of_target(ids)
         return (ids, logp) if coupling is None else coupling.ranked(ids, logp, k, at)
 
     def of_target(self, ids: np.ndarray) -> np.ndarray:
-        """The target's ids of tokens of the draft's vocabulary."""
+        """Return the target's token ids for ids of the draft's vocabulary."""
         return ids
 
     @cached_property
     def sequence_spec(self) -> list[LayerSpec]:
-        """List the target's states, then the draft's, whose caches take the formats that the target's have.
+        """List the target's states, then the draft's; the draft's caches have the formats of the target's.
 
-        Raises UsageError for formats that the backend lacks, and where the draft's heads cannot be stored in them.
+        Raises UsageError for formats that the backend lacks, and if the draft's heads cannot be stored in them.
         """
         draft = packed(self.draft_spec, replace(self.cache, boundary=0))
         try:
@@ -187,8 +187,8 @@ class Pair(Model):
     @property
     @abstractmethod
     def target(self) -> Model:
-        """The model for steps after which nothing is drafted, over the same state."""
+        """Return the model for steps after which nothing is drafted, over the same state."""
 
     def head_logits(self, x: Any) -> Any:
-        """The logits (n, vocab) of x (n, hidden), normed, by the target's head."""
+        """Compute the logits (n, vocab) of normed x (n, hidden) with the target's head."""
         return head_product(self.ops, self.config, self.weights, x)

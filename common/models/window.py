@@ -1,4 +1,4 @@
-"""Attention limited to the newest positions, for long contexts. It changes the text."""
+"""Attention limited to the newest positions, for long contexts. The limit changes the text."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,11 +11,11 @@ from common.ops import Array, Ops
 from common.step import Pool, State, Step
 from common.storage import Kind, LayerSpec, all_specs, grows
 
-SINKS = 4  # first tokens that a bounded cache keeps: attention rests on them (Xiao et al., arXiv 2309.17453)
+SINKS = 4  # first tokens that a bounded cache keeps as attention sinks (Xiao et al., arXiv 2309.17453)
 
 
 class Windowed:
-    """The ops of a backend, whose attention hides positions at or below a row's own minus `window`."""
+    """The ops of a backend with attention that masks positions at or below a row's own minus `window`."""
 
     def __init__(self, ops: Ops, window: int):
         self._ops, self._window = ops, window
@@ -41,7 +41,7 @@ class Windowed:
 
 
 class Bounded(Windowed):
-    """The ops of a backend, whose full layers keep the first SINKS rows of a sequence and the last `window`."""
+    """The ops of a backend whose full layers keep the first SINKS rows of a sequence and its last `window` rows."""
 
     def _window_of(self, window: int | None) -> int:
         return window or self._window
@@ -60,12 +60,12 @@ class Bounded(Windowed):
 
 
 def windowed(model: Model, window: int) -> Model:
-    """`model` with its attention kept to `window` positions; weights and states are shared."""
+    """Return `model` with attention limited to `window` positions; weights and states are shared with `model`."""
     return _with_ops(model, Windowed, "attention_window", window, 1, 0)
 
 
 def bounded(model: Model, size: int) -> Model:
-    """`model` whose full layers hold keys and values of at most `size` tokens, the first SINKS among them."""
+    """Return `model` with full layers that hold keys and values of at most `size` tokens, including the first SINKS."""
     return _with_ops(model, Bounded, "max_kv_size", size, 2 * SINKS, SINKS)
 
 
