@@ -19,7 +19,7 @@ from common.expert_forms import Streamed
 from common.sampling import Sampler, Samplers, argmax_entropy, top_k
 from common.step import Step
 
-L2_EPS = 1e-6  # under the root, on the sum of squares: the q and k normalization of Gated DeltaNet
+L2_EPS = 1e-6  # added to the sum of squares under the root, to normalize q and k of Gated DeltaNet
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Rope:
 
 
 class ExpertWeights(NamedTuple):
-    """A feed-forward network of E experts and a shared expert, which every row takes.
+    """A feed-forward network of E experts and a shared expert, which computes every row.
 
     router          (E, hidden)
     gate_up, down   (E, 2 F, hidden), gate rows first, and (E, hidden, F)
     shared_gate_up  (2 F', hidden), of the shared expert, as shared_down (hidden, F')
-    shared_gate     (1, hidden): the sigmoid of its product scales the shared expert's output; None: nothing does
-    bias            (E,), added to the sigmoids by which experts are chosen; None: softmax chooses
+    shared_gate     (1, hidden): the sigmoid of its product scales the shared expert's output; None: no scale
+    bias            (E,), added to the sigmoids by which experts are chosen; None: they are chosen by softmax
     """
 
     router: Weight
@@ -68,7 +68,7 @@ class GateWeights(NamedTuple):
 
 
 class DeltaWeights(NamedTuple):
-    """The vectors of a gated DeltaNet layer: of its convolution, its rule and its norm.
+    """The vectors of a gated DeltaNet layer: of its convolution, its delta rule and its norm.
 
     taps   (C, n), as in `short_conv`
     gates  as in `gated_delta`
@@ -105,19 +105,19 @@ class Ops(Backend):
 
     @abstractmethod
     def embed(self, table: Weight, tokens: Array) -> Array:
-        """Look up rows of the table: tokens (T,) -> (T, hidden)"""
+        """Look up rows of the table: tokens (T,) -> (T, hidden)."""
 
     @abstractmethod
     def linear(self, x: Array, w: Weight) -> Array:
-        """Multiply: x (T, columns), w (rows, columns) -> (T, rows)"""
+        """Compute x @ w.T: x (T, columns), w (rows, columns) -> (T, rows)."""
 
     @abstractmethod
     def head_linear(self, x: Array, w: Weight) -> Array:
-        """Multiply each head by its own matrix: x (T, H, columns), w (H, rows, columns) -> (T, H, rows)"""
+        """Multiply each head by its own matrix: x (T, H, columns), w (H, rows, columns) -> (T, H, rows)."""
 
     @abstractmethod
     def rms_norm(self, x: Array, weight: Array | None, eps: float) -> Array:
-        """x / sqrt(mean(x², last axis) + eps) * weight, computed in float32"""
+        """Compute x / sqrt(mean(x², last axis) + eps) * weight in float32."""
 
     @abstractmethod
     def rope(self, x: Array, positions: np.ndarray, rope: Rope) -> Array:
@@ -125,19 +125,19 @@ class Ops(Backend):
 
     @abstractmethod
     def add(self, x: Array, y: Array) -> Array:
-        """x + y, of the same shape; y (1, n) is added to every row of x (T, n)"""
+        """Compute x + y of the same shape; y (1, n) is added to every row of x (T, n)."""
 
     @abstractmethod
     def swiglu(self, gate: Array, up: Array) -> Array:
-        """silu(gate) * up"""
+        """Compute silu(gate) * up."""
 
     @abstractmethod
     def mul_sigmoid(self, x: Array, gate: Array) -> Array:
-        """x * sigmoid(gate); a gate with a trailing axis of 1 scales whole rows"""
+        """Compute x * sigmoid(gate); a gate with a last axis of 1 scales whole rows."""
 
     @abstractmethod
     def mul_softplus(self, x: Array, gate: Array) -> Array:
-        """x * log(1 + exp(gate)), in float32; a gate with a trailing axis of 1 scales whole rows"""
+        """Compute x * log(1 + exp(gate)) in float32; a gate with a last axis of 1 scales whole rows."""
 
     # -- ops that read and write their own state --------------------------------------------------------------------
 
@@ -153,21 +153,22 @@ class Ops(Backend):
         window: int | None = None,
         causal: bool = False,
     ) -> Array:
-        """Grouped-query attention over the committed past and the step's visible rows.
+        """Compute grouped-query attention over the committed past and the step's visible rows.
 
         q (T, H, D), k (T, K, D), v (T, K, Dv) -> (T, H, Dv); query head h reads KV head h // (H // K).
-        A window of n hides positions at or below the row's own minus n, except for the attention sinks of the state.
-        With `causal` a row of a block does not see later rows.
+        A window of n masks positions at or below the row's own minus n, except for the attention sinks of the state.
+        With `causal` a row of a block does not attend to later rows.
         """
 
     @abstractmethod
     def latent_attention(
         self, q_latent: Array, q_rope: Array, latent: Array, k_rope: Array, kv: Any, step: Step, scale: float
     ) -> Array:
-        """Attention of all heads over one key per token, latent || k_rope, whose latent part is also the value.
+        """Compute attention of all heads over one key per token, latent || k_rope; its latent part is also the value.
 
-        q_latent (T, H, R), q_rope (T, H, P), latent (T, R), k_rope (T, P) -> (T, H, R). Multi-head latent attention
-        with the matrices that expand keys and values moved to the query and the output (DeepSeek-V2, arXiv 2405.04434).
+        q_latent (T, H, R), q_rope (T, H, P), latent (T, R), k_rope (T, P) -> (T, H, R). This is multi-head latent
+        attention (DeepSeek-V2, arXiv 2405.04434) with the matrices that expand keys and values absorbed into the query
+        and the output.
         """
 
     @abstractmethod
@@ -182,7 +183,7 @@ class Ops(Backend):
         step: Step,
         scale: float,
     ) -> Array:
-        """Multi-head latent attention as trained: a head's key is k_up.T latent || k_rope, its value v_up latent.
+        """Compute multi-head latent attention as trained: keys k_up.T latent || k_rope and values v_up latent per head.
 
         q_nope (T, H, N), q_rope (T, H, P), latent (T, R), k_rope (T, P) -> (T, H, V).
         The state is that of `latent_attention`; keys and values are temporary.
@@ -190,21 +191,21 @@ class Ops(Backend):
 
     @abstractmethod
     def short_conv(self, x: Array, taps: Array, conv: Any, step: Step) -> Array:
-        """Compute silu of the causal depthwise convolution of x (T, C) with taps (C, n), the last tap for the row.
+        """Compute silu of the causal depthwise convolution of x (T, C) with taps (C, n); the last tap is the row's own.
 
-        The inputs before a row are its ancestors in the step, and before these the committed past.
+        The previous inputs of a row are its ancestors in the step, and before them the committed past.
         """
 
     @abstractmethod
     def parent_rows(self, x: Array, last: Any, step: Step) -> Array:
-        """Return the parent of each row of x (T, C): (T, C); for a root the last committed row, or zeros without one.
+        """Return each row's parent row of x (T, C): (T, C); for a root the last committed row, or zeros if none exists.
 
         The state `last` is that of a short convolution of two taps.
         """
 
     @abstractmethod
     def block_conv(self, x: Array, own: Array, base: Array) -> Array:
-        """Compute the causal convolution of the rows of a block, each with its own taps: x (T, C) -> (T, C).
+        """Compute the causal convolution along the rows of a block, with taps per row: x (T, C) -> (T, C).
 
         own (T, n * G), base (n, C): row t, channel c is the sum over i of (own[t, i * G + c // (C // G)] + base[i, c])
         times x[t - i, c]; rows before the first are zero.
@@ -214,7 +215,7 @@ class Ops(Backend):
     def gated_delta(
         self, q: Array, k: Array, v: Array, a: Array, b: Array, w: GateWeights, delta: Any, step: Step
     ) -> Array:
-        """Gated DeltaNet recurrence along each row's ancestors (Yang et al., arXiv 2412.06464), in float32.
+        """Compute the Gated DeltaNet recurrence (Yang et al., arXiv 2412.06464) along each row's ancestors in float32.
 
         q, k (T, Hk, Dk) before L2 normalization; v (T, Hv, Dv); a, b (T, Hv) -> (T, Hv, Dv).
         Value head h uses key head h % Hk.
@@ -224,20 +225,21 @@ class Ops(Backend):
 
     @abstractmethod
     def route_softmax(self, logits: Array, top_k: int) -> tuple[Array, Array]:
-        """logits (T, E) -> ids (T, top_k), weights (T, top_k): softmax over all experts, the best renormalized to 1"""
+        """Choose experts by softmax of logits (T, E): ids and weights, (T, top_k) each; weights of a row sum to 1."""
 
     @abstractmethod
     def route_sigmoid(self, logits: Array, bias: Array, top_k: int, scale: float) -> tuple[Array, Array]:
-        """logits (T, E), bias (E,) -> ids (T, top_k), weights (T, top_k), in float32.
+        """Choose experts by sigmoid: logits (T, E), bias (E,) -> ids (T, top_k), weights (T, top_k) in float32.
 
-        The best by sigmoid(logits) + bias; their sigmoids, without the bias, scaled to a sum of `scale`.
+        The chosen experts have the largest sigmoid(logits) + bias; their weights are the sigmoids without the bias,
+        scaled to a sum of `scale`.
         """
 
     @abstractmethod
     def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:
-        """Sum over the chosen experts of weight * down(silu(gate x) * up x).
+        """Compute the sum over the chosen experts of weight * down(silu(gate x) * up x).
 
-        gate_up (E, 2 F, hidden), gate rows first; down (E, hidden, F); ids, weights (T, k) -> (T, hidden)
+        gate_up (E, 2 F, hidden), gate rows first; down (E, hidden, F); ids, weights (T, k) -> (T, hidden).
         """
 
     # -- sampling --------------------------------------------------------------------------------------------------
@@ -271,11 +273,11 @@ class Ops(Backend):
         return x
 
     def all_gather(self, x: Array, columns: int) -> Array:
-        """Return the columns of all ranks' x (T, n) in the order of the ranks, (T, columns); x itself if it has all."""
+        """Return the columns of all ranks' x (T, n) in rank order, (T, columns); x itself if it has all columns."""
         return x
 
     def concatenate(self, parts: Sequence[Array]) -> Array:
-        """Return the rows of all parts, in order. Only backends that join steps have it."""
+        """Return the rows of all parts, in order. Only backends that join steps implement this op."""
         raise BimetalError(f"the {self.name} backend serves one sequence per step")
 
     def write_kv(self, k: Array, v: Array, kv: Any, step: Step) -> None:
@@ -285,7 +287,7 @@ class Ops(Backend):
     def block_sparse_attention(self, q: Array, k: Array, v: Array, kv: Any, step: Step, scale: float) -> Array:
         """Compute attention of a chain that may skip blocks of keys with little attention, as common.block_sparse does.
 
-        Only for scoring a text: what is skipped depends on the backend and on later text. The default skips nothing.
+        Only for scoring a text: the skipped blocks depend on the backend and on later text. The default skips none.
         """
         return self.attention(q, k, v, kv, step, scale)
 
@@ -294,24 +296,24 @@ class Ops(Backend):
         return top_k(self.read(logits), k)
 
     def argmax_entropy(self, logits: Array, excluded: int) -> tuple[Array, Array]:
-        """Return the best token except `excluded` of each row of logits (T, vocab), and the row's entropy without it.
+        """Return the best token of each row of logits (T, vocab), and the row's entropy, both without token `excluded`.
 
         Returns ids (T,) int32 and entropies (T,) float32 in nats, of the softmax at temperature 1.
         """
         return argmax_entropy(self.read(logits), excluded)
 
     def norm_rope(self, x: Array, weight: Array, positions: np.ndarray, rope: Rope, eps: float) -> Array:
-        """Apply RMSNorm over each head, then rope: x (T, heads, D)"""
+        """Apply RMSNorm over each head, then rope, to x (T, heads, D)."""
         return self.rope(self.rms_norm(x, weight, eps), positions, rope)
 
     def gated_rms_norm(self, x: Array, weight: Array, z: Array, eps: float) -> Array:
-        """Compute rms_norm(x, weight) * silu(z); x and z (T, heads, D)"""
+        """Compute rms_norm(x, weight) * silu(z) of x and z (T, heads, D)."""
         return self.swiglu(z, self.rms_norm(x, weight, eps))
 
     def moe_ffn(self, x: Array, w: ExpertWeights, top_k: int, scale: float = 1.0) -> Array:
-        """Add up the `top_k` best experts of each row and the shared expert: x (T, hidden) -> (T, hidden)
+        """Compute the sum of each row's `top_k` best experts and the shared expert: x (T, hidden) -> (T, hidden).
 
-        scale  sum of the weights of a row's experts, where the router has a bias
+        scale  sum of the weights of a row's experts, if the router has a bias
         """
         if isinstance(w.gate_up, Streamed):
             w.gate_up.prefetch()
@@ -326,7 +328,7 @@ class Ops(Backend):
         return self.add(self.moe(x, w.gate_up, w.down, *chosen), y)
 
     def delta_mixer(self, x: DeltaInputs, w: DeltaWeights, key_heads: int, conv: Any, delta: Any, step: Step) -> Array:
-        """Apply convolution, gated delta rule and gated norm to the rows x -> (T, Hv, Dv)
+        """Apply convolution, gated delta rule and gated norm to the rows x: (T, Hv, Dv).
 
         The states are written when an op takes the result, or earlier.
         """

@@ -1,4 +1,4 @@
-"""The options of loading and of generating: frozen dataclasses whose fields carry type, default, range and meaning.
+"""Options of loading and of generating: frozen dataclasses whose fields have type, default, range and meaning.
 
 `takes_options` of common/keywords.py makes keyword arguments of the fields. This module imports nothing heavy: the
 command line's `--help` and `import generate` read it.
@@ -17,9 +17,9 @@ from common.rules import Rule
 if TYPE_CHECKING:
     from common.guide import Guide
 
-MOST_TOKENS = 2**31 - 1  # of a context: positions are 32-bit numbers
+MOST_TOKENS = 2**31 - 1  # maximum of a context: positions are 32-bit integers
 MOST_PRIORITY = 2**31 - 1
-MOST_DRAFTED = 135  # draft tokens of a step on every backend: common.step.MAX_DECODE_ROWS less the root
+MOST_DRAFTED = 135  # draft tokens of a step on every backend: common.step.MAX_DECODE_ROWS minus the root
 
 
 def option(default: Any, rule: Rule, meaning: str) -> Any:

@@ -1,7 +1,7 @@
 """Output of a quantization run: tensors are read, encoded and written a few rows at a time, and runs can resume.
 
-A run works in a folder beside its result. The folder holds a marker until the result is whole, so that nothing loads a
-part of a model, and the same command resumes a stopped run.
+A run writes to a folder next to its result. The folder holds a marker until the result is complete, so that no program
+loads a part of a model, and the same command resumes a stopped run.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ def output_of(name: str, tensor: Tensor, kind: str = "", format: Format | None =
 
 
 def encoded_chunks(output: Output) -> Iterator[Encoded]:
-    """The output's rows as they are written, in order."""
+    """Yield the output's rows in the form in which they are written, in order."""
     for tensor in output.stack or (output.load(),):
         if output.format is None:
             parts = [part and part.data.reshape(-1) for part in (tensor, tensor.scales, tensor.biases)]
@@ -64,7 +64,7 @@ def encoded_chunks(output: Output) -> Iterator[Encoded]:
 
 
 def parts_of(output: Output) -> tuple[int, int, int]:
-    """Bytes of the output's data, scales and biases."""
+    """Compute the bytes of the output's data, scales and biases."""
     if output.format is not None:
         return encoded_bytes(output.shape, output.type, output.format)
     tensor, count = output.load(), len(output.stack) or 1
@@ -76,10 +76,10 @@ def parts_of(output: Output) -> tuple[int, int, int]:
 
 
 def begin(out: Path, source: Checkpoint, outputs: Sequence[Output], settings: dict[str, Any]) -> Path:
-    """The folder in which `out` is made: a new one, or that of a run with this source and this plan that was stopped.
+    """Return the working folder for `out`: a new one, or that of a stopped run with the same source and plan.
 
-    Raises UsageError where `out` exists, lies in the source, or has a folder from another run beside it, BimetalError
-    where the disk cannot hold the outputs.
+    Raises UsageError if `out` exists, lies in the source, or has a working folder of another run next to it;
+    BimetalError if the disk cannot hold the outputs.
     """
     check_place(out, source.path)
     part = out.with_name(out.name + ".part")
@@ -111,7 +111,7 @@ def check_space(part: Path, needed: int) -> None:
 
 
 def check_room(folder: Path, needed: int, held: int = 0) -> None:
-    """Refuse to begin a result of `needed` bytes, `held` of them written, that the disk of `folder` cannot hold."""
+    """Refuse a result of `needed` bytes, `held` of them already written, that the disk of `folder` cannot hold."""
     free = shutil.disk_usage(folder).free
     if needed > held + free:
         raise BimetalError(

@@ -1,10 +1,10 @@
 """Measure the perplexity of a model over a text, and the KL divergence of its distributions from a reference's.
 
-The convention is that of llama.cpp's `llama-perplexity`: the text is cut into windows of N tokens, each is read from an
-empty state, and its second half is scored, so that every scored token has at least N // 2 tokens before it. A window
-begins with the beginning-of-text token where the tokenizer adds one, and an incomplete last window is left out.
+The convention is that of llama.cpp's `llama-perplexity`: the text is cut into windows of N tokens. Each window is read
+from an empty state, and its second half is scored, so that every scored token has a context of at least N // 2 tokens.
+A window begins with the beginning-of-text token if the tokenizer adds one, and an incomplete last window is omitted.
 
-Nothing of size (tokens, vocabulary) is ever held: log-probabilities come and go in blocks of a few rows.
+No array of size (tokens, vocabulary) is held in memory: log-probabilities are processed in blocks of a few rows.
 """
 
 import json
@@ -25,14 +25,14 @@ from common.safetensors import read_safetensors
 from common.step import State, Step
 
 MIN_WINDOW = 4
-STEP_ROWS = 512  # rows that a model reads at once
-STEP_LOGITS = 1 << 25  # logits that it returns at once: 128 MiB of float32
+STEP_ROWS = 512  # rows of a step
+STEP_LOGITS = 1 << 25  # logits that a step returns: 128 MiB of float32
 BLOCK_LOGITS = 1 << 22  # log-probabilities compared at once: 32 MiB of float64
 CODE_NATS = 32 / 65535  # unit of a saved log-probability, below its row's best; the last code is e^-32
 
 
 class LanguageModel(Protocol):
-    """The part of `common.models.Model` that this file calls."""
+    """The methods of `common.models.Model` that this file calls."""
 
     @property
     def ops(self) -> Ops: ...
@@ -56,13 +56,13 @@ class Block(NamedTuple):
 
     @property
     def nll(self) -> np.ndarray:
-        """(n,) nats"""
+        """Return the negative log-likelihoods of the targets, (n,) in nats."""
         return -self.logprobs[np.arange(len(self.targets)), self.targets]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over the scored tokens (perplexity: its exponential), and its standard error, tokens being independent."""
+    """A mean over the scored tokens (perplexity: its exponential), and its standard error for independent tokens."""
 
     value: float
     error: float
@@ -145,7 +145,7 @@ def score(model: LanguageModel, windows: np.ndarray) -> Iterator[Block]:
 
 
 def _steps(scored: slice, vocab: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of each step over a window: the rows before the scored ones, then the scored ones."""
+    """Yield (start, end) of each step over a window: first the rows before the scored ones, then the scored ones."""
     for first, last, rows in (
         (0, scored.start, STEP_ROWS),
         (scored.start, scored.stop, min(STEP_ROWS, max(1, STEP_LOGITS // vocab))),
@@ -167,7 +167,7 @@ def _block(logits: np.ndarray, targets: np.ndarray, position: int) -> Block:
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    """logits (n, vocab) float64, overwritten -> log-probabilities"""
+    """Convert logits (n, vocab) float64 to log-probabilities, in place."""
     logits -= logits.max(axis=-1, keepdims=True)
     logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     return logits
@@ -236,7 +236,7 @@ def _perplexity(nll: np.ndarray) -> Estimate:
 class Saved:
     """A model's scored rows on disk: a safetensors file.
 
-    model    whose rows they are
+    model    name of the model
     windows  (W, N) int32: the tokens that were read
     best     (n,) int32: the most probable token of each scored row
     codes    (n, vocab) uint16, memory-mapped: log-probabilities in steps of CODE_NATS below their row's best, so an
@@ -259,7 +259,7 @@ def save(path: Path, model: str, windows: np.ndarray, vocab: int, blocks: Iterab
     """Yield `blocks` unchanged, and write them to a reference file at `path`; BimetalError if the disk is full."""
     rows = windows.shape[0] * len(range(*scored_rows(windows.shape[1]).indices(windows.shape[1])))
     name = np.frombuffer(model.encode(), np.uint8)
-    entries = {  # the widest items first, so that all are aligned
+    entries = {  # the widest dtypes first, so that all entries are aligned
         "windows": ("I32", windows.shape, windows.nbytes),
         "best": ("I32", (rows,), 4 * rows),
         "codes": ("U16", (rows, vocab), 2 * rows * vocab),

@@ -9,7 +9,7 @@ from common.expert_stats import ExpertStats
 from common.reply import Parts, ReplyParser
 from common.sampling import best_of, log_softmax
 
-LEAST_TIMED = 4  # tokens; the time of fewer is mostly that of the first step
+LEAST_TIMED = 4  # tokens; with fewer the time is mostly that of the first step
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Logprob:
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # the best alternatives, best first
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability) of the best alternatives, best first
 
     @classmethod
     def of(cls, row: np.ndarray, token: int, top: int) -> "Logprob":
@@ -33,7 +33,7 @@ class Stats:
     """Seconds, tokens and bytes of one reply."""
 
     prompt_tokens: int
-    cached_tokens: int  # prompt tokens already in the state
+    cached_tokens: int  # prompt tokens that were already in the state
     new_tokens: int
     prefill_seconds: float
     decode_seconds: float  # from the first token to the last
@@ -49,38 +49,38 @@ class Stats:
 
     @property
     def speedup(self) -> float | None:
-        """Tokens per second over plain decoding's; None if no plain step was measured."""
+        """Divide tokens per second by those of plain decoding; None if no plain step was measured."""
         return None if self.plain_seconds is None else self.decode_tps * self.plain_seconds
 
     @property
     def prefill_tps(self) -> float:
-        """Prompt tokens per second, without cached ones."""
+        """Compute prompt tokens per second, without cached tokens."""
         return (self.prompt_tokens - self.cached_tokens) / max(self.prefill_seconds, 1e-9)
 
     @property
     def decode_tps(self) -> float:
-        """Tokens per second of the steps after the one that gave the first token; 0 if there were none."""
+        """Compute tokens per second of the steps after the first token's; 0 if there were none."""
         return self.timed_tokens / self.decode_seconds if self.timed_tokens else 0.0
 
     @property
     def timed_tokens(self) -> int:
-        """Tokens that `decode_seconds` generated: those of the steps after the first token's."""
+        """Count the tokens that were generated in `decode_seconds`, by the steps after the first token's."""
         return max(self.new_tokens - self.first_tokens, 0)
 
     @property
     def is_timed(self) -> bool:
-        """Test whether `decode_tps` is a mean over at least LEAST_TIMED tokens; of fewer it is not shown."""
+        """Test whether `decode_tps` is a mean over at least LEAST_TIMED tokens; otherwise it is not shown."""
         return self.timed_tokens >= LEAST_TIMED
 
     @property
     def gb_per_s(self) -> float:
-        """Weight bytes per second of decoding, in 1e9."""
+        """Compute weight bytes read per second of decoding, in 1e9."""
         return self.step_bytes * self.decode_tps / 1e9
 
 
 @dataclass
 class Piece(Parts):
-    """A part of a reply that is certain: text, its tokens, and on the last piece why the reply ended.
+    """A part of a reply that can no longer change: text, its tokens, and on the last piece why the reply ended.
 
     finish_reason  "stop": an end token or a stop string; "tool_calls": as "stop", after calls; "length": max_tokens or
                    the context; "cancelled"

@@ -1,4 +1,4 @@
-"""The prefix cache: states of earlier prompts in host memory, found by their tokens.
+"""The prefix cache: states of earlier prompts in host memory, looked up by their tokens.
 
 Rows of keys and values are kept in pages of PAGE tokens, which texts with an equal beginning share. States that cannot
 be divided by tokens (delta matrices, convolution tails, windows) are kept whole as a point, at the end of an entry.
@@ -33,9 +33,9 @@ class Found(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A state as `State.load` takes it, or its end: `rows` are those of the tokens from `first` on, in parts.
+    """A state as `State.load` takes it, or the end of a state: `rows` belong to the tokens from `first` on, in parts.
 
-    finish  waits until the arrays are complete, in any thread
+    finish  function that waits until the arrays are complete; any thread can call it
     """
 
     tokens: np.ndarray
@@ -53,25 +53,25 @@ class Store(Protocol):
         """Find the first token whose rows the store lacks; None if it has the whole state, or no space for it."""
 
     def put(self, saved: Saved) -> None:
-        """Store a state, of which the rows before `saved.first` are stored already."""
+        """Store a state; its rows before `saved.first` are stored already."""
 
     def close(self) -> None:
-        """Wait until every state that was put is stored."""
+        """Wait until every state that was passed to `put` is stored."""
 
     def get(self, tokens: np.ndarray, reading: Reading, more_than: int) -> Saved | None:
         """Return the state of the longest stored prefix, above `more_than` tokens, at which `reading` can resume.
 
-        It is a whole stored state, or the beginning of one that has no point.
+        The result is a whole stored state, or the beginning of a stored state that has no point.
         """
 
 
 class PrefixCache:
     """The memory tier; used by one thread.
 
-    fingerprint  of everything that changes a state's bits, except its tokens and its long steps
-    budget       most bytes; checked before a state is saved
-    store        a slower tier, which receives every kept state and is asked after a miss
-    freed        called with the arrays of dropped states
+    fingerprint  hash of everything that changes a state's bits, except its tokens and its long steps
+    budget       maximum bytes; checked before a state is saved
+    store        a slower tier, which receives every kept state and is looked up after a miss
+    freed        function that is called with the arrays of dropped states
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class PrefixCache:
         if saved is not None:
             try:
                 load(state, saved.tokens, saved.long_steps, saved.rows, saved.point)
-            except BimetalError:  # of another layout, in spite of its fingerprint
+            except BimetalError:  # the state has another layout, in spite of its fingerprint
                 return Found(length, matched)
             length = len(saved.tokens)
             kept = [self.root, *self._path(saved.tokens, state.long_steps)]
@@ -173,7 +173,7 @@ class PrefixCache:
     def _add(self, ids: np.ndarray, state: State, why: str, path: list[Page]) -> Entry | None:
         """Return the entry of `state`, new or old; None if the budget is too small. If saving fails, nothing is added.
 
-        path  the root and the kept pages with which `ids` begins; the new ones are added
+        path  the root and the kept pages of the beginning of `ids`; new pages are appended
         """
         self.clock += 1
         steps, whole = tuple(state.long_steps), len(ids) // PAGE

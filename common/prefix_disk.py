@@ -29,7 +29,7 @@ from common.step import LongStep
 NAME = re.compile(r"[0-9a-f]{32}\.state")
 PARTIAL = re.compile(r"[0-9a-f]{32}\.state\.\d+\.part")
 FOLDER = re.compile(r"[0-9a-f]{32}")
-IN_FLIGHT = 4  # states that may wait to be written; a further one is not written
+IN_FLIGHT = 4  # maximum number of states that wait to be written; further states are not written
 
 
 def to_stderr(line: str) -> None:
@@ -38,10 +38,10 @@ def to_stderr(line: str) -> None:
 
 @dataclass(frozen=True)
 class Known:
-    """A state on the disk, or one that waits to be written, which has no header.
+    """A state on the disk, or one that waits to be written; the latter has no header.
 
-    base   the file that has the rows of the tokens before `first`, and may have more; "" without one
-    first  of the tokens whose rows are in the file itself
+    base   the file that has the rows of the tokens before `first`, and possibly more rows; "" without one
+    first  first of the tokens whose rows are in this file
     """
 
     tokens: np.ndarray
@@ -55,11 +55,11 @@ class Known:
         return cls(header.tokens, header.long_steps, header.base, header.first, header)
 
     def shared(self, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> int:
-        """Count the first tokens, but for the last one, whose rows a state with such long steps has in common."""
+        """Count the first tokens, without the last one, whose rows equal those of a state with such long steps."""
         return same_steps(common_length(self.tokens, tokens[:-1]), self.long_steps, long_steps)
 
     def usable(self, tokens: np.ndarray, reading: Reading) -> int:
-        """Count the first tokens of a prompt, but for its last one, after which `reading` can continue from this state.
+        """Count the first tokens of a prompt, without its last one, after which `reading` can continue this state.
 
         A state with a point can only be used as a whole; one that is not written yet cannot be used: 0.
         """
@@ -70,9 +70,9 @@ class Known:
 
 
 class PrefixDisk:
-    """States of one fingerprint in `folder`, beside those of others, all of at most `budget` bytes.
+    """States of one fingerprint in `folder`; states of all fingerprints there take at most `budget` bytes.
 
-    report  called with a line about each file that is ignored
+    report  function that is called with a line about each file that is ignored
     """
 
     def __init__(self, folder: Path, budget: int, fingerprint: str, report: Callable[[str], object] = to_stderr):
@@ -80,7 +80,7 @@ class PrefixDisk:
         self.fingerprint, self.report = fingerprint, report
         self.known: dict[str, Known] = {}
         self._lock = threading.Lock()
-        self._looked = 0  # when the folder was last changed, as of the last look
+        self._looked = 0  # modification time of the folder at the last look
         self._ignored = set[str]()  # names of files
         self._jobs: queue.Queue[tuple[str, Saved] | None] = queue.Queue(IN_FLIGHT)
         try:
@@ -106,12 +106,12 @@ class PrefixDisk:
             return self._base(tokens, long_steps)[0]
 
     def put(self, saved: Saved) -> None:
-        """Write a state soon, of which the rows before `saved.first` are kept already."""
+        """Queue a state for writing; its rows before `saved.first` are stored already."""
         key = key_of(self.fingerprint, saved.tokens, saved.long_steps)
         with self._lock:
             first, base = self._base(saved.tokens, saved.long_steps)
             if first != saved.first:
-                return  # the file that it continues is gone
+                return  # the file that it continues was deleted
             self.known[key] = Known(saved.tokens, saved.long_steps, base, first)
         try:
             self._jobs.put_nowait((key, saved))
@@ -121,8 +121,8 @@ class PrefixDisk:
     def get(self, tokens: np.ndarray, reading: Reading, more_than: int) -> Saved | None:
         """Read the state of the longest prefix, above `more_than` tokens, from which `reading` can continue.
 
-        The beginning of a longer state is read if it has at least PAGE tokens more than that; of several such states
-        the shortest, since its file has no rows that only longer prefixes need.
+        The beginning of a longer state is read if it gives at least PAGE tokens more; of several such states the
+        shortest is chosen, because its files have no rows that only longer prefixes need.
         """
         self._look()
         with self._lock:
@@ -153,7 +153,7 @@ class PrefixDisk:
     def _scan(self) -> None:
         for path in sorted(self.folder.iterdir()):
             if PARTIAL.fullmatch(path.name) and not is_held(path):
-                path.unlink(missing_ok=True)  # of a process that was ended while it wrote
+                path.unlink(missing_ok=True)  # left by a process that ended while it wrote
         self._looked = self.folder.stat().st_mtime_ns
         for header in self._new_headers():
             self.known[header.key] = Known.of(header)
@@ -188,7 +188,7 @@ class PrefixDisk:
     def _ignore(self, path: Path, error: Exception) -> None:
         """Report a file that cannot be used; one of ours that is damaged is deleted."""
         if isinstance(error, FileNotFoundError):
-            return  # another process made room
+            return  # another process deleted it to make room
         self._ignored.add(path.name)
         damaged = isinstance(error, DamagedError)
         what = of_system(error) if isinstance(error, OSError) else error
@@ -198,9 +198,9 @@ class PrefixDisk:
                 path.unlink(missing_ok=True)
 
     def _read(self, key: str, length: int) -> Saved | None:
-        """Read the first `length` tokens of a state, and its point if it has no more, from all files that it continues.
+        """Read the rows of the first `length` tokens of a state from its files; at its full length also its point.
 
-        Returns None, and reports the file, if one is damaged.
+        If a file is damaged, reports it and returns None.
         """
         files, parts, at = list[Header](), list[Saved](), key
         while True:
@@ -217,7 +217,7 @@ class PrefixDisk:
                     parts.append(read(header, end, has_end=len(files) == 1))
                 if any(_rows_alike(part) != _rows_alike(parts[0]) for part in parts):
                     raise DamagedError(f"{path} has rows of another shape than the files that continue it")
-            except FileNotFoundError:  # another process made room
+            except FileNotFoundError:  # another process deleted it to make room
                 self._forget(key, delete=True)
                 return None
             except (BimetalError, OSError) as error:
@@ -242,9 +242,9 @@ class PrefixDisk:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _base(self, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> tuple[int, str]:
-        """Find the file that has the most of the first rows of a state, and how many tokens they are; (0, "") without.
+        """Find the file that has most of the first rows of a state; return their number and its key, else (0, "").
 
-        A whole state counts, and the beginning of one if it has at least PAGE tokens more than any whole one.
+        Candidates are whole states, and the beginning of a state if it has at least PAGE tokens more than these.
         """
         whole, best = (0, ""), (0, "")
         for key, known in self.known.items():
@@ -256,7 +256,7 @@ class PrefixDisk:
         return best if best[0] >= whole[0] + PAGE else whole
 
     def _touch(self, key: str) -> None:
-        """Mark the file as the newest, and the files that it continues as newer still."""
+        """Mark the file as the newest, and the files that it continues as still newer."""
         now = time.time_ns()
         while known := self.known.get(key):
             with suppress(OSError):
@@ -271,7 +271,7 @@ class PrefixDisk:
             key, saved = job
             try:
                 self._write(key, saved)
-            except Exception as error:  # also of a backend's copy
+            except Exception as error:  # also errors of a backend's copy
                 self._forget(key)
                 with suppress(Exception):
                     self.report(f"a state of {len(saved.tokens)} tokens is not written to {self.folder}: {error}")
@@ -292,7 +292,7 @@ class PrefixDisk:
             self._forget(key)  # the file that it continues could not be written
             return
         with suppress(BimetalError, OSError):
-            self._adopted(key)  # another process has written it
+            self._adopted(key)  # another process has written this file
             return
         saved.finish()
         if not self._make_room(file_bytes(saved), base):
@@ -304,7 +304,7 @@ class PrefixDisk:
             self._touch(key)
 
     def _make_room(self, need: int, base: str) -> bool:
-        """Delete the oldest files, but none that `base` continues, until `need` more bytes fit; whether they fit."""
+        """Delete the oldest files, but none that `base` continues, until `need` more bytes fit; return whether so."""
         fixed = set[Path]()
         while known := self.known.get(base):
             fixed.add(self._path(base))
@@ -323,7 +323,7 @@ class PrefixDisk:
         return True
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """The files of all fingerprints."""
+        """Yield the files of all fingerprints."""
         for folder in self.top.iterdir():
             if FOLDER.fullmatch(folder.name) and folder.is_dir():
                 for path in folder.iterdir():

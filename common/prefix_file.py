@@ -1,7 +1,7 @@
-"""One saved state in one file: safetensors, whose metadata name the format, the model and checksums; never pickle.
+"""One saved state in one file: safetensors with format, model and checksums in the metadata; never pickle.
 
-A file holds the token ids of the whole state, its point, and the rows after those of another file, its base. Every PAGE
-tokens of rows have a checksum, so that the first tokens of a state can be read without the others.
+A file holds the token ids of the whole state, its point, and the rows that follow those of another file, its base. The
+rows have a checksum per PAGE tokens, so that the first tokens of a state can be read without the rest.
 """
 
 import json
@@ -23,8 +23,8 @@ from common.step import LongStep
 from common.tensors import Tensor
 
 FORMAT, VERSION = "bimetal saved state", "2"
-MOST_HEADER = 16 << 20  # bytes
-MOST_ARRAYS = 4096  # of rows, or of a point
+MOST_HEADER = 16 << 20  # maximum bytes of a header
+MOST_ARRAYS = 4096  # maximum arrays of rows, or of a point
 DIGEST = 16  # bytes of a checksum
 TYPES = {"F32": "<f4", "F16": "<f2", "U16": "<u2", "U8": "|u1", "I32": "<i4", "I64": "<i8"}
 NAMES = {np.dtype(type_): name for name, type_ in TYPES.items()}
@@ -38,10 +38,10 @@ class DamagedError(BimetalError):
 class Header:
     """The metadata and the token ids of a file.
 
-    base      the file with the rows before token `first`; "" where that is 0
-    counts    arrays of rows, and of the point
-    checksum  of the point
-    nbytes    of the file
+    base      the file with the rows before token `first`; "" if `first` is 0
+    counts    numbers of arrays: of rows, and of the point
+    checksum  checksum of the point
+    nbytes    bytes of the file
     """
 
     path: Path
@@ -59,7 +59,7 @@ class Header:
 
     @property
     def has_point(self) -> bool:
-        """Test whether the state has a part that cannot be divided by tokens."""
+        """Test whether the state has a point: arrays that cannot be divided by tokens."""
         return self.counts[1] > 0
 
 
@@ -108,7 +108,7 @@ def write(path: Path, fingerprint: str, saved: Saved, base: str) -> None:
 
 
 def is_ours(path: Path) -> bool:
-    """Test whether the file begins as those of this program do; one that cannot be read does not."""
+    """Test whether the file begins like those of this program; False if it cannot be read."""
     try:
         return _read_metadata(path)[0].get("format") == FORMAT
     except (BimetalError, OSError):
@@ -142,9 +142,11 @@ def read_header(path: Path, fingerprint: str) -> Header:
 
 
 def read(header: Header, length: int, has_end: bool = True) -> Saved:
-    """Read the rows of a file before token `length`, and the point of a state that ends there, in memory of their own.
+    """Read the rows of a file before token `length`, in parts of PAGE tokens, and the point of a state that ends there.
 
-    has_end  whether the point is read. The rows are in parts of PAGE tokens. Raises DamagedError, OSError.
+    The arrays are copies. Raises DamagedError, OSError.
+
+    has_end  whether the point is read
     """
     try:
         tensors = read_safetensors(header.path)
@@ -186,7 +188,7 @@ def _ids_and_rows(saved: Saved) -> dict[str, np.ndarray]:
 
 
 def _parts(rows: Sequence[np.ndarray], tokens: int) -> Iterator[list[np.ndarray]]:
-    """Copy rows, (heads, tokens, width) each, in parts of PAGE tokens, of which the last holds token `tokens` - 1."""
+    """Copy rows, (heads, tokens, width) each, in parts of PAGE tokens; the last part holds token `tokens` - 1."""
     for at in range(0, tokens, PAGE):
         yield [np.array(array[:, at : at + PAGE], order="C") for array in rows]
 
@@ -240,7 +242,7 @@ def _read_ids(path: Path, entry: Any, dtype: str, start: int, nbytes: int) -> np
 
 
 def _end(entry: Any) -> int:
-    """Return the end of an array, counted from the first; -1 for an entry without offsets."""
+    """Return the end of an array in bytes after the begin of the first array; -1 for an entry without offsets."""
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     return offsets[1] if isinstance(offsets, list) and len(offsets) == 2 and type(offsets[1]) is int else -1
 

@@ -1,7 +1,7 @@
-"""The tree of kept prefixes: pages of tokens that texts share, and entries, the states at the ends of texts.
+"""The tree of kept prefixes: pages of tokens that texts share, and entries, which are states at the ends of texts.
 
-A page is found by a chained hash of its tokens and of the pages before it; a match then compares the token ids, so that
-two texts with one hash are never mixed up.
+A page is looked up by a hash of its tokens chained with the hash of its parent; the token ids are then compared, so
+that two texts with the same hash are never confused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +17,11 @@ PAGE = 256  # tokens
 
 @dataclass(eq=False)
 class Page:
-    """The rows of PAGE tokens, which follow the tokens of the parent pages; the root has none.
+    """The rows of PAGE tokens, which follow the tokens of the parent pages; the root has no tokens.
 
     steps     the long steps that overlap the page
-    children  the pages that follow it, by key
-    entries   the entries whose last whole page it is
+    children  the pages that continue this one, by key
+    entries   the entries whose last whole page is this one
     used      time of the last use, on the cache's clock
     """
 
@@ -60,12 +60,12 @@ class Page:
 
 @dataclass(eq=False)
 class Entry:
-    """A state of `length` tokens: the rows of the pages up to `page`, of the `tail` after them, and the point.
+    """A state of `length` tokens: the rows of the pages up to `page`, the rows of the `tail` after them, and the point.
 
-    why    what the state was kept for: "system", "turn", "branch", "grid"
-    base   the longest entry whose tokens begin this one's; `kids` are the entries of which this one is the base
+    why    the reason for keeping the state: "system", "turn", "branch", "grid"
+    base   the longest entry that is a prefix of this one; `kids` are the entries of which this one is the base
     used   time of the last use, on the cache's clock
-    below  time of the last use of any entry that begins with this one's tokens
+    below  time of the last use of any entry of which this one is a prefix
     """
 
     key: bytes
@@ -91,7 +91,7 @@ class Entry:
         return max(self.used, self.below) if len(self.kids) > 1 or self.why == "system" else self.used
 
     def is_prefix_of(self, tail: np.ndarray) -> bool:
-        """Test whether `tail`, tokens that follow the entry's page, begins with the entry's tail."""
+        """Test whether `tail`, the tokens of a text after the entry's page, begins with the entry's tail."""
         return len(self.tail) <= len(tail) and np.array_equal(self.tail, tail[: len(self.tail)])
 
     def extends(self, entry: "Entry") -> bool:
@@ -119,7 +119,7 @@ class Entry:
     def insert(self, roots: Iterator["Entry"]) -> None:
         """Link this entry between its base and the entries that extend it.
 
-        roots  entries, among which all that have no base
+        roots  entries, including all that have no base
         """
         self.base = self.find_base()
         siblings = set(roots) if self.base is None else self.base.kids
@@ -142,7 +142,7 @@ class Entry:
             self.base.kids |= self.kids
 
     def touch(self, now: int) -> None:
-        """Note a use at time `now` on the entry, its pages and its bases."""
+        """Record a use at time `now` for the entry, its pages and its bases."""
         self.used = now
         page: Page | None = self.page
         while page is not None:
@@ -166,7 +166,7 @@ def root_key(fingerprint: bytes) -> bytes:
 
 
 def chained_key(parent: bytes, tokens: np.ndarray, steps: Sequence[LongStep]) -> bytes:
-    """Hash of the parent's key, the tokens and the long steps that overlap them."""
+    """Hash the parent's key, the tokens, and the long steps that overlap them."""
     hashed = blake2b(parent, digest_size=16)
     hashed.update(len(tokens).to_bytes(4, "little") + np.ascontiguousarray(tokens, "<i4").tobytes())
     hashed.update(np.asarray(steps, "<i8").tobytes())

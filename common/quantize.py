@@ -1,7 +1,7 @@
 """Encode weights, bit for bit as `mlx.core.quantize`, or in the GGUF types of the gguf package.
 
-An encoder takes rows in the precision that they are stored in, because MLX computes mxfp4 and nvfp4 in the type of its
-input and stores affine scales in that type. `common/quants.py` decodes. Source: mlx 0.32 on its CPU device.
+An encoder takes rows in their stored dtype, because MLX computes mxfp4 and nvfp4 in the dtype of its input and stores
+affine scales in that dtype. `common/quants.py` decodes. Source: mlx 0.32 on its CPU device.
 """
 
 import math
@@ -19,7 +19,7 @@ from common.tensors import Tensor
 
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 MLX_MODES = ("affine", "mxfp4", "nvfp4")
-GGUF_TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")  # that the gguf package encodes, beside floats and ternary types
+GGUF_TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")  # encoded by the gguf package, as are floats and ternary types
 FLOAT_TYPES = ("F32", "F16", "BF16")
 _SMALLEST_SCALE = np.float32(1e-7)
 _FP4_MIDDLES = (FP4_VALUES[1:8] + FP4_VALUES[:7]) / 2  # all of them quarters
@@ -40,11 +40,11 @@ class Format:
 
     @property
     def unit(self) -> int:
-        """Values that are stored together: a row must be a multiple of them."""
+        """Return the number of values that are stored as one unit; a row's length must be a multiple of it."""
         return self.group_size or BLOCKS[self.type].elements
 
     def bits_per_weight(self, stored: str = "BF16") -> float:
-        """Bits per value, scales included; `stored` is the source's type, which affine scales take."""
+        """Compute bits per value, including scales; `stored` is the type of the source and of affine scales."""
         if self.type not in MODES:
             return BLOCKS[self.type].bits_per_weight
         scale = 16 * _scale_bytes(stored) if self.type == "affine" else 8
@@ -60,7 +60,7 @@ class Encoded(NamedTuple):
 
 
 def mlx_format(mode: str, bits: int | None = None, group_size: int | None = None) -> Format:
-    """The MLX format of a mode, by default with the mode's own bits and group size. Raises UsageError."""
+    """Return the MLX format of a mode, by default with the mode's own bits and group size. Raises UsageError."""
     if mode not in MLX_MODES:
         raise UsageError(f"mode is {mode!r}; supported: {', '.join(MLX_MODES)}")
     default_bits, default_size = DEFAULTS[mode]
@@ -74,7 +74,7 @@ def mlx_format(mode: str, bits: int | None = None, group_size: int | None = None
 
 
 def gguf_format(type_: str) -> Format:
-    """The GGUF type of that name, in any case. Raises UsageError."""
+    """Return the GGUF type of that name, in lower or upper case. Raises UsageError."""
     if type_.upper() not in (*GGUF_TYPES, *FLOAT_TYPES):
         raise UsageError(f"type is {type_!r}; supported: {', '.join((*GGUF_TYPES, *FLOAT_TYPES))}")
     return Format(type_.upper())
@@ -99,12 +99,12 @@ def encode(tensor: Tensor, format: Format) -> Tensor:
 
 
 def rows_at_once(width: int) -> int:
-    """Rows of `width` values that are encoded together, so that temporaries stay small."""
+    """Return the number of rows of `width` values to encode at a time, so that temporaries stay small."""
     return max(1, CHUNK // width)
 
 
 def encode_rows(data: np.ndarray, type_: str, format: Format, name: str) -> Encoded:
-    """Rows of a float tensor, uint8 (rows, bytes) of `type_`, in `format`; `name` is for the message."""
+    """Encode rows of a float tensor, uint8 (rows, bytes) of `type_`, in `format`; errors state `name`."""
     stored = "F32" if type_ == "F64" else type_
     values = data.view("<f8").astype(np.float32) if type_ == "F64" else floats(data, type_)
     if not np.isfinite(values).all():
@@ -121,7 +121,7 @@ def encode_rows(data: np.ndarray, type_: str, format: Format, name: str) -> Enco
 
 
 def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """MLX's bit stream from the lowest bit up: uint8 (rows, n) → uint8 (rows, n · bits / 8); n is a multiple of 8."""
+    """Pack codes to MLX's bit stream, lowest bit first: uint8 (rows, n) → (rows, n · bits / 8); n is divisible by 8."""
     if bits == 8:
         return codes
     kind: Any = np.uint8 if 8 % bits == 0 else np.uint64
@@ -136,7 +136,7 @@ def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _affine(groups: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes (n, size), scales (n, 1) and biases (n, 1) of groups (n, size), in float32.
+    """Compute codes (n, size), scales (n, 1) and biases (n, 1) of groups (n, size), in float32.
 
     The end of the range farther from 0 keeps its exact value: the scale is this end divided by a whole number.
     """
@@ -158,7 +158,7 @@ def _affine(groups: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def _fp4(groups: np.ndarray, mode: str, type_: str) -> tuple[np.ndarray, np.ndarray]:
-    """4-bit codes (n, size) and stored scales uint8 (n, 1), each step rounded to `type_` as in MLX."""
+    """Compute 4-bit codes (n, size) and stored scales uint8 (n, 1); each step is rounded to `type_` as in MLX."""
     largest = _rounded(np.abs(groups).max(axis=1, keepdims=True) / np.float32(6), type_)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         if mode == "nvfp4":
@@ -188,7 +188,7 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
 
 
 def _rounded(values: np.ndarray, type_: str) -> np.ndarray:
-    """float32 values as `type_` holds them."""
+    """Round float32 values to `type_`."""
     if type_ == "F16":
         return values.astype(np.float16).astype(np.float32)
     if type_ == "BF16":
@@ -197,7 +197,7 @@ def _rounded(values: np.ndarray, type_: str) -> np.ndarray:
 
 
 def _bf16(values: np.ndarray) -> np.ndarray:
-    """float32 → the upper halves, uint16, rounded to even."""
+    """Convert float32 to bfloat16 bits, uint16, ties to even."""
     words = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((words + np.uint32(0x7FFF) + ((words >> 16) & np.uint32(1))) >> 16).astype(np.uint16)
 
@@ -212,13 +212,13 @@ def _scale_bytes(stored: str) -> int:
 
 
 def _stored(values: np.ndarray, type_: str) -> np.ndarray:
-    """float32 (rows, n) → bytes of `type_`, uint8 (rows, ...)."""
+    """Convert float32 (rows, n) to bytes of `type_`, uint8 (rows, ...)."""
     kinds = {"F32": lambda v: v, "F16": lambda v: v.astype(np.float16), "BF16": _bf16}
     return np.ascontiguousarray(kinds[type_](values)).view(np.uint8)
 
 
 def float_chunks(tensor: Tensor) -> Iterator[tuple[np.ndarray, str]]:
-    """The rows of a tensor of any type, in order: (uint8 (rows, bytes), their float type); quantized ones as F32."""
+    """Yield the rows of a tensor of any type in order, as (uint8 (rows, bytes), float type); quantized rows as F32."""
     rows, width = math.prod(tensor.shape[:-1]), tensor.shape[-1]
     flat = tensor if len(tensor.shape) == 2 else tensor.reshape((rows, width))
     for at in range(0, rows, rows_at_once(width)):
@@ -250,7 +250,7 @@ def _gguf_rows(values: np.ndarray, type_: str, name: str) -> np.ndarray:
 
 
 def encoded_bytes(shape: tuple[int, ...], stored: str, format: Format) -> tuple[int, int, int]:
-    """Bytes of data, scales and biases of a tensor in `format`, as `encode_rows` makes them."""
+    """Compute the bytes of data, scales and biases of a tensor in `format`, as `encode_rows` returns them."""
     rows, width = math.prod(shape[:-1]), shape[-1]
     if format.type not in MODES:
         return rows * width // BLOCKS[format.type].elements * BLOCKS[format.type].bytes, 0, 0

@@ -1,7 +1,7 @@
 """Quantized tensors: the block types of GGUF and their sizes, decoding to float32, and a check of the scales.
 
-A GGUF type stores a row as blocks, which `block_decoders` decode. MLX's modes keep codes and scales in tensors of their
-own (mlx.core.quantize of mlx 0.32).
+A GGUF type stores a row as blocks, which `block_decoders` decode. MLX's modes store codes and scales in separate
+tensors (mlx.core.quantize of mlx 0.32).
 """
 
 import math
@@ -16,7 +16,7 @@ from common.tensors import Tensor
 
 
 class Block(NamedTuple):
-    """Block of a GGUF type: `bytes` bytes for every `elements` values; `id` is ggml's number for the type.
+    """Block of a GGUF type: `bytes` bytes for `elements` values; `id` is ggml's number of the type.
 
     halves    byte offsets of the float16 scales and minima in a block
     """
@@ -73,7 +73,7 @@ PLAIN = {
     **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1"},
     **{"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "?"},
 }  # and BF16, which NumPy lacks
-CHUNK = 1 << 17  # values decoded at a time, so that temporaries stay in the cache and far below the result's size
+CHUNK = 1 << 17  # values decoded at a time, so that temporaries fit in the cache and are much smaller than the result
 
 
 def dequantize(tensor: Tensor, out: np.ndarray | None = None) -> np.ndarray:
@@ -95,7 +95,7 @@ def dequantize(tensor: Tensor, out: np.ndarray | None = None) -> np.ndarray:
 
 
 def bits_per_weight(tensor: Tensor) -> float:
-    """Stored bits per value, scales and biases included."""
+    """Compute stored bits per value, including scales and biases."""
     return 8 * tensor.nbytes / math.prod(tensor.shape)
 
 
@@ -126,7 +126,7 @@ def _refuse(tensor: Tensor, bad: np.ndarray, start: int = 0) -> None:
 
 
 def _not_finite(data: np.ndarray, type_: str) -> np.ndarray:
-    """Mark values that are NaN or infinite, or, given a mode's name, such scale bytes."""
+    """Mark values that are NaN or infinite; for the name of an MLX mode, such bytes of its scales."""
     if type_ == "nvfp4":
         return (data & 0x7F) == 0x7F
     if type_ in ("mxfp4", "mxfp8"):
@@ -182,7 +182,7 @@ FP_MODES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], np.ndarray]] = {
 
 
 def unpack_codes(packed: np.ndarray, bits: int) -> np.ndarray:
-    """MLX's codes, a bit stream from the lowest bit up: uint8 (rows, bytes) → uint8 (rows, bytes · 8 / bits)."""
+    """Unpack MLX's codes, a bit stream with the lowest bit first: uint8 (rows, bytes) → (rows, bytes · 8 / bits)."""
     eights = np.zeros((packed.size // bits, 8), np.uint8)  # 8 codes take `bits` bytes; widened to one uint64
     eights[:, :bits] = packed.reshape(-1, bits)
     codes = eights.view("<u8") >> np.arange(0, 8 * bits, bits, dtype=np.uint64)
@@ -207,5 +207,5 @@ def _decode_mlx(tensor: Tensor, out: np.ndarray) -> None:
 
 
 def floats(data: np.ndarray, type_: str) -> np.ndarray:
-    """Stored floats, uint8 (rows, bytes) → float32 (rows, count)."""
+    """Convert stored floats, uint8 (rows, bytes), to float32 (rows, count)."""
     return DECODERS["BF16"](data) if type_ == "BF16" else data.view(PLAIN[type_]).astype(np.float32)

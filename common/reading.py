@@ -14,7 +14,7 @@ import numpy as np
 
 from common.step import MAX_DECODE_ROWS, LongStep
 
-GRID_POINTS = 8192  # tokens between the points that are kept of a long prompt
+GRID_POINTS = 8192  # tokens between the kept points of a long prompt
 
 Span = tuple[int, int]
 
@@ -23,11 +23,11 @@ Span = tuple[int, int]
 class Reading:
     """The steps of a prompt of `end` tokens.
 
-    grid     multiples of it end a step
-    multiple long steps have a multiple of so many rows; a short step reads the rest
-    marks    further ends of steps, and why a state is kept there: "system", "turn"
-    replies  stretches (first, end) of earlier replies, which are read in short steps, as they were decoded; an empty
-             one ends a step
+    grid     a step ends at every multiple of this number
+    multiple long steps have a multiple of this number of rows; a short step reads the rest
+    marks    further ends of steps, and the reason for keeping a state there: "system", "turn"
+    replies  ranges (first, end) of earlier replies, which are read in short steps, as they were decoded; at an empty
+             range a step ends
     """
 
     end: int
@@ -38,13 +38,13 @@ class Reading:
 
     @cached_property
     def points(self) -> np.ndarray:
-        """Points of the grid, marks, begins and ends of replies, and the end of the prompt, ascending."""
+        """Return points of the grid, marks, begins and ends of replies, and the end of the prompt, ascending."""
         inside = [cut for cut in (*self.marks, *(at for span in self.replies for at in span)) if 0 < cut < self.end]
         return np.unique([*range(self.grid, self.end, self.grid), *inside, self.end])
 
     @cached_property
     def cuts(self) -> np.ndarray:
-        """Ends of steps, ascending, but for the short steps of replies."""
+        """Return the ends of steps, ascending, without the short steps of replies."""
         begins = np.array([0, *self.points[:-1]], np.int64)
         rests = np.where(self.points - begins > MAX_DECODE_ROWS, (self.points - begins) % self.multiple, 0)
         return np.unique([*(self.points - rests), *self.points])
@@ -73,7 +73,7 @@ class Reading:
     def usable(self, length: int, long_steps: Sequence[LongStep]) -> int:
         """Count the tokens, at most `length`, after which this reading can continue a state with these long steps.
 
-        Up to there the long steps are the same, and none of them reads a token after it.
+        Up to this point the long steps of both are equal, and none of them extends past it.
         """
         return same_steps(length, self.long_steps, long_steps)
 
@@ -92,11 +92,11 @@ def same_steps(length: int, one: Sequence[LongStep], other: Sequence[LongStep]) 
 
 
 def replies_in(tokens: Sequence[int], header: Sequence[int], ends: frozenset[int]) -> list[Span]:
-    """List the stretches of a chat's prompt that are replies: after each `header`, to the next end token included.
+    """List the ranges of a chat's prompt that are replies: after each `header`, to the next end token, inclusive.
 
-    A stretch without an end token is empty: a reply begins there, and where it ends is unknown.
+    A range without an end token is empty: a reply begins there, and its end is unknown.
 
-    header  tokens by which the template begins a reply; none: no stretches
+    header  tokens with which the template begins a reply; if empty, the result is empty
     """
     if not header:
         return []
@@ -116,13 +116,14 @@ def replies_in(tokens: Sequence[int], header: Sequence[int], ends: frozenset[int
 
 @dataclass(frozen=True)
 class Turns:
-    """Places in a prompt, as numbers of tokens before them, found by its chat template.
+    """Positions in a prompt, in tokens, found by its chat template.
 
     shared   end of the tokens with which the next prompt begins, if its newest message is the user's; None: all
     system   end of the system messages; 0: there are none
-    replies  stretches of earlier replies
-    begun    beginning of the reply; the next prompt begins with all tokens before it, if its newest message is a
-             tool's. Above `shared` for templates that drop earlier thinking when the user writes. 0: unknown
+    replies  ranges of earlier replies
+    begun    beginning of the reply; if the newest message of the next prompt is a tool's, that prompt begins with all
+             tokens before `begun`. Above `shared` for templates that drop earlier thinking when the user writes.
+             0: unknown
     """
 
     shared: int | None = None
@@ -132,7 +133,7 @@ class Turns:
 
 
 def common_length(one: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
-    """Count the tokens with which both begin."""
+    """Count the first tokens that both have in common."""
     n = min(len(one), len(other))
     differ = np.asarray(one[:n]) != np.asarray(other[:n])
     return int(differ.argmax()) if differ.any() else n

@@ -42,7 +42,7 @@ Recipe = Callable[[Weight], Format | None]
 
 
 def weights_of(layout: Layout) -> Iterator[tuple[str, str, int | None, Stored]]:
-    """(name of the entry, name of a tensor, layer, where it is stored) of every matrix that a model multiplies by."""
+    """Yield (entry name, tensor name, layer, its place in the files) of every matrix that a model multiplies by."""
     for layer, table in ((None, layout.top), *enumerate(layout.layers)):
         for entry_name, entry in table.items():
             if isinstance(entry, Matrix):
@@ -78,18 +78,18 @@ def _kind(entry: str, name: str) -> str:
 
 
 def uniform(format: Format) -> Recipe:
-    """Every matrix in one format, except routers, which choose experts and take few bytes."""
+    """Assign one format to every matrix except routers, which choose experts and take few bytes."""
     return lambda weight: None if weight.kind == "router" else format
 
 
 def careful(format: Format) -> Recipe:
-    """Assign formats as `uniform`, with 8 bits for the embedding, the head and the small projections of decays."""
+    """Assign formats as `uniform` does, but 8 bits to the embedding, the head and the small projections of decays."""
     rest = uniform(format)
     return lambda weight: at_8_bits(format) if weight.kind in FRAGILE else rest(weight)
 
 
 def mixed(format: Format) -> Recipe:
-    """Assign formats as `careful`, with more bits for values and down projections of some layers.
+    """Assign formats as `careful` does, but more bits to values and down projections of some layers.
 
     This is llama.cpp's choice of layers for Q4_K_M: an eighth at both ends, and every third between.
     """
@@ -108,14 +108,14 @@ RECIPES: dict[str, Callable[[Format], Recipe]] = {"careful": careful, "uniform":
 
 
 def at_8_bits(format: Format) -> Format:
-    """8 bits in the same kind of file; a format of more bits stays."""
+    """Return the format with 8 bits for the same kind of file; a format with more bits is returned unchanged."""
     if format.type in FLOAT_TYPES:
         return format
     return mlx_format("affine", 8, max(32, format.group_size)) if format.type in MODES else Format("Q8_0")
 
 
 def more_bits(format: Format) -> Format:
-    """About two bits more in the same kind of file."""
+    """Return the format with about two more bits for the same kind of file."""
     if format.type in MODES:
         bits = {2: 4, 3: 5, 4: 6}.get(format.bits, 8)
         return mlx_format("affine", bits, max(32, format.group_size))
@@ -123,7 +123,7 @@ def more_bits(format: Format) -> Format:
 
 
 def with_rules(recipe: Recipe, rules: Sequence[tuple[str, Format | None]]) -> Recipe:
-    """`recipe`, overridden by (pattern, format): the last pattern that matches a kind or a module's name decides."""
+    """Override `recipe` by (pattern, format) rules: the last pattern that matches a kind or a module's name decides."""
 
     def ruled(weight: Weight) -> Format | None:
         for pattern, format in reversed(rules):
@@ -164,14 +164,14 @@ def check_rules(rules: Sequence[tuple[str, Format | None]], weights: dict[str, W
 
 @dataclass(frozen=True)
 class Choice:
-    """Decision about a matrix: its format, or None and why the matrix stays unquantized."""
+    """Decision about a matrix: its format, or None and the reason why the matrix is not quantized."""
 
     format: Format | None
     why: str = ""
 
 
 def choose(weight: Weight, recipe: Recipe, requantize: bool, is_gguf: bool) -> Choice:
-    """The format of a weight, or why it stays. Raises BimetalError for quantized weights without `requantize`."""
+    """Choose the format of a weight, or keep it. Raises BimetalError for quantized weights without `requantize`."""
     format, tensor = recipe(weight), weight.tensor
     if format is None:
         return Choice(None, "kept by the recipe")
@@ -202,7 +202,7 @@ def choice_of(weight: Weight, choices: dict[str, Choice]) -> Choice:
 
 
 def _fix_takes(stored: Stored, tensor: Tensor, format: Format) -> bool:
-    """Test whether the loader can bring the weight into its own order once it is stored in `format`."""
+    """Test whether the loader can still reorder the weight after it is stored in `format`."""
     if stored.fix is None or len(stored.names) > 1:
         return True
     lead, width = tensor.shape[:-1], tensor.shape[-1]

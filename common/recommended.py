@@ -1,4 +1,4 @@
-"""The sampling that a model's files recommend: generation_config.json, or general.sampling keys of a GGUF."""
+"""Sampling options that a model's files recommend: generation_config.json, or general.sampling keys of a GGUF."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ GGUF_NAMES = {  # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 @dataclass(frozen=True)
 class Recommended:
-    """Sampling options by name, and the file that they come from; {} and "" where a model recommends none."""
+    """Sampling options by name, and the file that states them; {} and "" if a model recommends none."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
@@ -52,7 +52,7 @@ def recommended_sampling(checkpoint: Checkpoint) -> Recommended:
 
 
 def _checked(values: dict[str, Any], file: Path) -> Recommended:
-    if values.get("top_k") == -1:  # as some publishers write "all"
+    if values.get("top_k") == -1:  # some publishers mean "all" by it
         values["top_k"] = 0
     try:
         accepted = Sampling(**values)

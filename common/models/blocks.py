@@ -43,9 +43,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class MtpNames:
-    """Names that a model's files give to the tensors of a multi-token-prediction block.
+    """Names of the tensors of a multi-token-prediction block in a model's files.
 
-    layer     what the names of the block's own layer begin with
+    layer     prefix of the names of the block's own layer
     fc        the matrix (hidden, 2 hidden) over the normed embedding and the normed hidden state, in that order
     norm      of the block's output
     prefixes  what all names begin with, {} being the number of the layer
@@ -64,7 +64,7 @@ class MtpNames:
 
 
 def swiglu_ffn(ops: Ops, w: Any, x: Array) -> Array:
-    """x (T, hidden) -> down(silu(gate x) * up x), of this rank's channels; w.gate_up stacks both by rows"""
+    """Compute down(silu(gate x) * up x) of x (T, hidden) with this rank's channels; w.gate_up stacks both by rows."""
     y = ops.linear(x, w.gate_up)
     F = y.shape[-1] // 2
     return ops.linear(ops.swiglu(y[:, :F], y[:, F:]), w.down)
@@ -138,9 +138,9 @@ def sigmoid_moe_weights(at: Names, hidden: int, e: Experts, ranks: Ranks = ONE) 
 
 
 def head_weight(c: Any, embed: Stored, head: Stored) -> Matrix | None:
-    """Describe this rank's rows of the head of a model of configuration `c`; None: the whole embedding is the head.
+    """Describe this rank's rows of the head of a model of configuration `c`; None if the whole embedding is the head.
 
-    embed, head  where the files have the embedding, and a head that is not tied
+    embed, head  places in the files of the embedding, and of a head that is not tied to it
     """
     stored, rows = embed if c.tied else head, c.ranks.head_rows(c.vocab)
     if rows < c.vocab:
@@ -160,8 +160,8 @@ def through(
 ) -> Array:
     """Compute layers; return the logits (n, vocab) of `rows`, or if more layers follow, the output (T, hidden).
 
-    block   computes a layer: of (ops, c, its weights, state, step, its number, the rows that it keeps, x)
-    layers  which to compute, from step.hidden on if they are not the first ones; None: all
+    block   function of one layer, called with (ops, c, its weights, state, step, its number, the rows to keep, x)
+    layers  layers to compute, with step.hidden as input unless they begin with layer 0; None: all
     """
     count = len(w.layers)
     layers = range(count) if layers is None else layers
@@ -209,7 +209,7 @@ SIZES = {  # hidden size, heads, KV heads and head size, by the format of the fi
 def head_sizes(checkpoint: Checkpoint, keys: Keys, layers: int) -> dict[str, Any]:
     """Read fields of a configuration: the hidden size and the heads of grouped-query attention in each of `layers`.
 
-    Where the file does not state them: as many KV heads as heads, and a head size of hidden / heads.
+    If the file does not state them, there are as many KV heads as heads, and the head size is hidden / heads.
     """
     hidden_key, heads_key, kv_key, dim_key = SIZES[checkpoint.format]
     hidden, heads = keys.size(hidden_key), keys.size(heads_key)
@@ -248,7 +248,7 @@ def hf_rope(keys: Keys, dim: int, default_theta: float = 10000.0) -> Rope:
         fast = keys.positive(f"{group}.beta_fast", 32.0)
         slow = keys.positive(f"{group}.beta_slow", 1.0)
         keys.expect(f"{group}.truncate", True)
-        # final where the file has one: llama.cpp multiplies that of a GGUF by the derived one (KL 0.94)
+        # used as it is: llama.cpp multiplies the attention factor of a GGUF by the derived one (KL 0.94)
         magnitude = keys.positive(f"{group}.attention_factor", _yarn_magnitude(factor))
         return Rope(_yarn(theta, dim, factor, original, fast, slow), magnitude)
     raise BimetalError(f"{keys.where}: rope type {kind!r}; supported: default, linear, llama3, yarn")
@@ -309,7 +309,7 @@ def _llama3(frequencies: tuple[float, ...], factor: float, low: float, high: flo
 
 
 def _yarn(theta: float, dim: int, factor: float, original: int, fast: float, slow: float) -> tuple[float, ...]:
-    """YaRN (Peng et al., arXiv 2309.00071): interpolate slow pairs, keep fast ones, ramp between."""
+    """Apply YaRN (Peng et al., arXiv 2309.00071): interpolate low frequencies, keep high ones, ramp between them."""
 
     def pair_with(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))

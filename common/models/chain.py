@@ -16,14 +16,14 @@ from common.step import State, Step
 from common.storage import LayerSpec
 from common.weights import Layout
 
-DEEPEST = 5  # most tokens of a chain: each takes a pass of the head, and is accepted less often than the one before
+DEEPEST = 5  # maximum tokens of a chain: each takes a pass of the head, and is accepted less often than the previous
 
 
 @dataclass(frozen=True)
 class ChainPair(Pair):
-    """A pair whose draft is one more layer, and whose steps all write that layer's keys and values.
+    """A pair whose draft is one additional layer; every step writes the keys and values of that layer.
 
-    tables  the draft's weights as its file names them
+    tables  the draft's weights, by the names in its file
     """
 
     tables: Layout
@@ -51,7 +51,7 @@ class ChainPair(Pair):
 
     @property
     def target(self) -> Model:
-        """The pair itself: the draft's rows are written in each step, because no later one could catch up."""
+        """Return the pair itself: each step writes the draft's rows, because no later step could write them."""
         return self
 
     def drafting(
@@ -87,12 +87,12 @@ class ChainPair(Pair):
 
     @cached_property
     def _chains(self) -> dict[int, Any]:
-        """Functions that `propose` runs, by number of tokens: kept, so that a backend may capture them."""
+        """Build the functions that `propose` runs, by number of tokens; kept, so that a backend can capture them."""
         return {n: partial(self._chain_logits, n) for n in range(1, DEEPEST + 1)}
 
     @cached_property
     def _joined_chains(self) -> dict[int, Any]:
-        """List as `_chains` what runs for several sequences of so many tokens each."""
+        """Build functions like `_chains`, for steps of several sequences that have this number of tokens each."""
         return {n: partial(self._each_chain_logits, n) for n in range(1, DEEPEST + 1)}
 
     def _chain_logits(self, n: int, state: State, step: Step) -> Array:

@@ -74,7 +74,7 @@ def _convolved(ops: Ops, conv: tuple[Any, Array, Array], sublayer: RowFn, x: Arr
 
 
 def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, layer: int, x: Array) -> Array:
-    """x (T, hidden) -> (T, hidden)"""
+    """Compute attention of block rows x (T, hidden) over context and block: (T, hidden)."""
     T, H, D = x.shape[0], c.heads, c.head_dim
     q = ops.norm_rope(ops.linear(x, w.q).reshape(T, H, D), w.q_norm, step.positions, c.rope, c.eps)
     k, v = _keys_values(ops, c, w, step, x)
@@ -122,14 +122,14 @@ class DflashPair(Pair):
 
     @cached_property
     def target(self) -> Model:
-        """The target alone, over the same state: its steps leave no rows for the draft, whose caches commit blanks."""
+        """Return the target alone, over the same state: its steps write no draft rows, and commit blanks for them."""
         parts = self.architecture, self.definition, self.config, self.layout, self.weights, self.ops
         return Model(*parts, expert_stream=self.expert_stream)
 
     def drafting(
         self, token: int, k: int, depth: int, coupling: Coupling | None = None
     ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:
-        most = min(depth, self.draft.tokens)  # further rows of the pass may hold anything
+        most = min(depth, self.draft.tokens)  # later rows of the pass are ignored
         ids, logp = yield Pass(token, most, considered(k, coupling, self.config.vocab))
         return self.ranked(ids, logp, k, coupling)
 
@@ -166,7 +166,7 @@ class DflashPair(Pair):
 
     @cached_property
     def _blocks(self) -> Any:
-        """Function for several sequences: the logits of every row."""
+        """Build the function for several sequences, which computes the logits of every row."""
         return partial(self._block_logits, 0)
 
     def _block_logits(self, first: int, state: State, step: Step) -> Any:

@@ -1,4 +1,4 @@
-"""The DFlash2 draft (z-lab and Inco AI, 2026): DFlash's block with convolutions along it, and a selector of candidates.
+"""The DFlash2 draft (z-lab and Inco AI, 2026): DFlash with convolutions along the block, and a selector of candidates.
 
 Each position has candidates, the most probable by the block's logits. The selector scores each pair of candidates that
 follow one another: the logit of the second, plus the sum over the ranks of row `first` of `selector_before`, row
@@ -26,7 +26,7 @@ class Dflash2Pair(DflashPair):
     def drafting(
         self, token: int, k: int, depth: int, coupling: Coupling | None = None
     ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:
-        """Draft as Pair.drafting: row j of a position follows candidate j of the position before."""
+        """Draft as Pair.drafting does: row j of a position follows candidate j of the previous position."""
         ops, w, c = self.ops, self.draft_weights, self.draft
         n = min(depth, c.tokens)
         logits, scales = yield Pass(token, n, 0)
@@ -50,8 +50,8 @@ def scored(
 ) -> tuple[np.ndarray, ...]:
     """Return the best k candidates after each of the position before, as Pair.drafting.
 
-    ids, logits    (n, K): candidates of each position, and their logits, but for a constant per position
-    before, after  (n, K, rank): of those of the position before, scaled, and of the position's own
+    ids, logits    (n, K): candidates of each position, and their logits up to a constant per position
+    before, after  (n, K, rank): factors of the previous position's candidates, scaled, and of the position's own
     """
     logp = logits[:, None] + before @ after.swapaxes(1, 2)
     logp -= logp.max(-1, keepdims=True)

@@ -14,7 +14,7 @@ from common.models.target import Target
 from common.ops import Rope
 
 NAME, LAGUNA = "DFlashDraftModel", "DFlashLagunaForCausalLM"
-DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel")  # as DeepSpec and as SpecForge write it
+DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel")  # architectures as DeepSpec and SpecForge write them
 DFLASH2 = "DFlash2DraftModel"
 NAMES = (NAME, LAGUNA, DFLASH2, *DSPARK)
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -31,20 +31,20 @@ class Config:
     ffn: int
     eps: float
     rope: Rope
-    windows: tuple[int | None, ...]  # per layer: positions that a row sees, its own included; None: all
-    is_causal: tuple[bool, ...]  # per layer: rows of the block see earlier ones alone
-    block: int  # tokens of a block, the known one included
+    windows: tuple[int | None, ...]  # per layer: positions that a row attends to, including its own; None: all
+    is_causal: tuple[bool, ...]  # per layer: whether rows of the block attend only to earlier rows
+    block: int  # tokens of a block, including the known one
     mask_token: int
     taps: tuple[int, ...]  # target layers whose output the draft reads, in the order of the columns of `fc`
-    vocab: int | None  # of the target, where the file says it
+    vocab: int | None  # of the target, if the file states it
     target_layers: int | None
-    is_laguna: bool = False  # a norm per tap, the context through each layer's norm, gated attention
+    is_laguna: bool = False  # one norm per tap, each layer's norm on the context, gated attention
     first: int = 1  # row of the block that predicts the first draft token: 0 the known token's, 1 a mask's own position
-    markov_rank: int = 0  # of DSpark's bias by the token before; 0: none
+    markov_rank: int = 0  # of DSpark's bias by the previous token; 0: none
     conv_taps: int = 0  # of DFlash2's convolutions along the block; 0: none
-    conv_group: int = 0  # channels that share a row's own taps
-    selector_rank: int = 0  # of DFlash2's scores of two candidates that follow each other; 0: none
-    candidates: int = 0  # of each position
+    conv_group: int = 0  # channels that share the taps computed from a row
+    selector_rank: int = 0  # of DFlash2's scores of candidates at two consecutive positions; 0: none
+    candidates: int = 0  # per position
 
     @property
     def layers(self) -> int:
@@ -52,7 +52,7 @@ class Config:
 
     @property
     def tokens(self) -> int:
-        """Draft tokens of a block."""
+        """Return the number of draft tokens of a block."""
         return self.block - self.first
 
 
@@ -126,7 +126,7 @@ def _gguf_config(checkpoint: Checkpoint, target: Target) -> Config:
         raise BimetalError(f"{checkpoint.path}: general.architecture is {architecture!r}, which is no DFlash draft")
     keys = Keys(checkpoint.config, str(checkpoint.path), prefix=architecture + ".", nested=False)
     inner = "" if upstream else "dflash."
-    is_dflash2 = upstream and "selector_hidden.weight" in checkpoint.tensors  # llama.cpp knows DFlash2 by it,
+    is_dflash2 = upstream and "selector_hidden.weight" in checkpoint.tensors  # llama.cpp detects DFlash2 by it,
     markov = checkpoint.tensors.get("markov_w1.weight") if upstream else None  # and DSpark by this
     others = ("hyper_connection.count", "dspark.enabled", "dspark.markov_rank", "laguna")
     _refuse(keys, ("", "dflash."), () if is_dflash2 else SELECTOR, others)
@@ -138,7 +138,7 @@ def _gguf_config(checkpoint: Checkpoint, target: Target) -> Config:
         raise BimetalError(f"{keys.where}: {keys.prefix}attention.sliding_window_pattern covers {len(pattern)} layers")
     slides = [window > 0 and bool(slide) for slide in pattern[:layers]]
     causal = keys.flag("attention.causal")
-    if is_dflash2 or markov is not None:  # without the key llama.cpp lets rows of a block see each other
+    if is_dflash2 or markov is not None:  # without the key, in llama.cpp all rows of a block attend to each other
         causal = bool(causal)
     listed = keys.read("target_layers" if upstream else "dflash.target_layer_ids", list, [])
     mask = checkpoint.config.get("tokenizer.ggml.mask_token_id")
@@ -152,7 +152,7 @@ def _gguf_config(checkpoint: Checkpoint, target: Target) -> Config:
         is_causal=tuple(slides) if causal is None else (causal,) * layers,
         block=keys.size(f"{inner}block_size"),
         mask_token=mask if isinstance(mask, int) else keys.read(f"{inner}mask_token_id", int),
-        taps=_taps(keys.where, listed, int(upstream)) or _default_taps(checkpoint, target),  # it counts inputs
+        taps=_taps(keys.where, listed, int(upstream)) or _default_taps(checkpoint, target),  # llama.cpp counts inputs
         vocab=len(tokens) if isinstance(tokens, list) else keys.read("vocab_size", int, 0) or None,
         target_layers=None,
         first=0 if keys.read("sample_from_anchor", bool, markov is not None) else 1,
@@ -162,7 +162,7 @@ def _gguf_config(checkpoint: Checkpoint, target: Target) -> Config:
 
 
 def _refuse(keys: Keys, places: Sequence[str], *others: Sequence[str]) -> None:
-    """Refuse the keys of other kinds of drafts, and scales that are not neutral, at any of `places`."""
+    """Refuse keys of other kinds of drafts, and scales other than 1, at any of `places`."""
     for place in places:
         for key in itertools.chain(*others):
             if keys.get(place + key) not in (None, 0, False):

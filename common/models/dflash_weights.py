@@ -1,4 +1,4 @@
-"""The tables of a DFlash draft's weights, by the names of safetensors, of llama.cpp and of lucebox."""
+"""Tables of a DFlash draft's weights, by the names of safetensors, of llama.cpp and of lucebox."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     shape = (c.hidden, c.hidden)
 
     def own(name: str) -> Matrix | None:
-        """Name the weights of GGUF files, which may have an embedding or a head beside the target's."""
+        """Describe the embedding or head of GGUF files, which may have copies of the target's; None if missing."""
         return Matrix(at("", name, (c.vocab or 0, c.hidden))) if gguf and at.has(name) else None
 
     def markov(name: str) -> Matrix | None:
@@ -52,7 +52,7 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
 
 
 def _selector_weights(c: Config, at: Names) -> Table:
-    """Table of the scores of candidates: rows of `before`, scaled by the product with `hidden`, times `after`."""
+    """List the selector's weights: a score is a row of `before`, scaled by the product with `hidden`, times `after`."""
 
     def matrix(hf: str, gguf: str, *shape: int) -> Matrix | None:
         return Matrix(at(f"candidate_selector.{hf}", f"selector_{gguf}.weight", shape)) if c.selector_rank else None
@@ -65,7 +65,7 @@ def _selector_weights(c: Config, at: Names) -> Table:
 
 
 def _conv_weights(c: Config, at: Names, ours: str, hf: str) -> Table:
-    """Table of the convolutions around a sublayer: one matrix of each row's own taps, and two of taps for all rows."""
+    """List the convolutions' weights around a sublayer: a matrix that computes taps per row, and two of fixed taps."""
     if not c.conv_taps:
         return {ours: None}
     own = at(
@@ -97,7 +97,7 @@ def _layer_weights(c: Config, at: Names) -> Table:
         at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden)),
         at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden)),
     )
-    if at.has("self_attn.qkv_proj.weight"):  # the three in one
+    if at.has("self_attn.qkv_proj.weight"):  # q, k and v in one matrix
         names, whole, end = (at.prefix + "self_attn.qkv_proj.weight",), ((H + 2 * K) * D, c.hidden), (H + 2 * K) * D
         q = (Stored(names, (H * D, c.hidden), rows(np.arange(H * D)), whole),)
         kv = (Stored(names, (2 * K * D, c.hidden), rows(np.arange(H * D, end)), whole),)

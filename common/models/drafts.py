@@ -23,7 +23,7 @@ from common.ops import Ops
 from common.storage import LayerSpec
 from common.tensors import Tensor
 
-REFUSED = {  # the kind, by a mark of it
+REFUSED = {  # kinds of drafts that are not supported, by what identifies them
     "domino": "Domino",
     "peagle": "P-EAGLE",
     "eagle": "EAGLE-1 or EAGLE-2",
@@ -35,7 +35,7 @@ SUPPORTED = "multi-token-prediction blocks, DFlash, DFlash2, DSpark and EAGLE-3"
 def load_pair(path: Path, target: Model, progress: bool = False) -> Pair:
     """Load the draft at `path`, a GGUF file or a safetensors folder, beside `target`, on the same backend.
 
-    If the file is the target's own, or has only its multi-token-prediction block, that block is the draft.
+    If `path` is the target's own file, or has only a multi-token-prediction block, the draft is that block.
     """
     if not isinstance(target, Model):
         raise BimetalError(f"{path}: a draft reads hidden states, which a model run by mlx-lm does not show")
@@ -49,7 +49,7 @@ def load_pair(path: Path, target: Model, progress: bool = False) -> Pair:
 def check_file(path: Path, target: Checkpoint) -> None:
     """Refuse, by headers alone, a draft of a kind that is not supported, or that does not fit its target.
 
-    A target that mlx-lm would run is not known here; `load_pair` refuses it.
+    A target that only mlx-lm can run is not detected here; `load_pair` refuses it.
     """
     checkpoint = open_checkpoint(path)
     _refuse_others(checkpoint)
@@ -96,7 +96,7 @@ class Counter:
 def predict_draft(path: Path, target: Checkpoint, ops: Ops, cache: CacheOptions) -> tuple[int, list[LayerSpec]]:
     """Predict the bytes of the draft at `path` on the backend of `ops`, and list what its layers store for a sequence.
 
-    cache  the formats of the target's cache, which the draft's takes too
+    cache  formats of the target's cache, which the draft's cache has too
     """
     name, definition = architecture(target)
     config = definition.read_config(target)
@@ -108,7 +108,7 @@ def predict_draft(path: Path, target: Checkpoint, ops: Ops, cache: CacheOptions)
 
 
 def _is_model(checkpoint: Checkpoint) -> bool:
-    """Test whether the file is that of a model, and not of a draft whose model_type is a model's."""
+    """Test whether the file holds a model, and not a draft that has the model_type of a model."""
     return is_defined(checkpoint) and not any(mark in kind_of(checkpoint) for mark in ("dflash", "dspark"))
 
 

@@ -1,4 +1,4 @@
-"""The DSpark draft (Cheng et al., arXiv 2607.05147): DFlash's block, and a bias by the token before.
+"""The DSpark draft (Cheng et al., arXiv 2607.05147): DFlash's block, and a bias by the previous token.
 
 The bias of every token after token u is `markov_after` times row u of `markov_before`, a product of low rank. It is
 added to the block's logits from left to right, so that each draft token depends on the one before. The confidence head
@@ -25,7 +25,7 @@ class DsparkPair(DflashPair):
     def drafting(
         self, token: int, k: int, depth: int, coupling: Coupling | None = None
     ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:
-        """Draft as Pair.drafting: row j of a position follows token j of the first row of the position before."""
+        """Draft as Pair.drafting: row j of a position follows token j of the first row of the previous position."""
         logits: Array = yield Pass(token, min(depth, self.draft.tokens), 0)
         levels = list[tuple[Array, Array]]()
         before: Array = np.array([token], np.int32)
@@ -33,7 +33,7 @@ class DsparkPair(DflashPair):
         most = considered(k, coupling, logits.shape[-1])
         for at in range(logits.shape[0]):
             level = self.ops.scope(last, partial(self._after, before, most), logits[at : at + 1])
-            if coupling is not None:  # the host decides which tokens go on
+            if coupling is not None:  # the host decides which tokens are continued
                 best, logs = self.ops.read_all(*level)
                 best, logs = coupling.ranked(best[None], logs[None], k, at)
                 level = best[0], logs[0]
@@ -56,9 +56,9 @@ def joined(levels: tuple[np.ndarray, ...]) -> np.ndarray:
 
 
 def following(ids: np.ndarray) -> np.ndarray:
-    """Map each of the candidates (n, k, k) to the next position's row: where its token stands in row 0, or -1.
+    """Map each of the candidates (n, k, k) to the next position's row: the index of its token in row 0, or -1.
 
-    The last position has none.
+    Candidates of the last position have no next row.
     """
     same = ids[:, :, :, None] == ids[:, None, None, 0, :]
     rows = np.where(same.any(-1), same.argmax(-1), -1)

@@ -1,9 +1,10 @@
 """The EAGLE-3 draft (Li et al., arXiv 2503.01840): one layer that drafts token by token, with a vocabulary of its own.
 
-The hidden states of three target layers, low, middle and high, become one by a matrix `fc`. A row of the draft's layer
-reads its token's embedding beside that hidden state of the position before, each normed; the output predicts the next
-token, among the tokens that the map `d2t` lists. To draft further the layer reads what it drafted, with its own output
-as hidden state. The first row of a sequence has a hidden state of zeros; vLLM and llama.cpp leave that row out.
+A matrix `fc` fuses the hidden states of three target layers (low, middle and high) into one. A row of the draft's layer
+reads its token's embedding and the fused hidden state of the previous position, each normed; its output predicts the
+next token, among the tokens that the map `d2t` lists. To draft further tokens, the layer reads the token that it
+drafted, with its own output as hidden state. The first row of a sequence has a hidden state of zeros; vLLM and
+llama.cpp omit that row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,7 @@ def load_eagle3(checkpoint: Checkpoint, target: Model, progress: bool = False) -
 class Eagle3Pair(ChainPair):
     """A target and its EAGLE-3 draft.
 
-    ids  (draft's vocabulary,) int32: the target's id of each token of the draft; None: they are equal
+    ids  (draft's vocabulary,) int32: the target's id of each token of the draft; None: both have the same ids
     """
 
     draft: Config
@@ -104,7 +105,7 @@ class Eagle3Pair(ChainPair):
         return ops.add(of_embedding, ops.linear(hidden, getattr(w, f"{name}_hidden")))
 
     def _with_rope(self, x: Array, name: str, step: Step) -> Array:
-        """Rope of x (T, heads, D), after the norm `name` where the draft has one."""
+        """Apply the norm `name`, if the draft has it, then rope, to x (T, heads, D)."""
         c, ops = self.draft, self.ops
         if not c.norms_heads:
             return ops.rope(x, step.positions, c.rope)

@@ -1,7 +1,7 @@
-"""The configuration of an EAGLE-3 draft, and the map from its vocabulary to the target's.
+"""Configuration of an EAGLE-3 draft, and the map from its vocabulary to the target's.
 
-Published are safetensors folders in the names of the EAGLE code (`midlayer`), of vLLM and of speculators (`layers.0`),
-and GGUF files of llama.cpp's architecture `eagle3`.
+Published drafts are safetensors folders with the tensor names of the EAGLE code (`midlayer`) or of vLLM and speculators
+(`layers.0`), and GGUF files of llama.cpp's architecture `eagle3`.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ EAGLE_CONFIG: dict[str, tuple[Any, ...]] = {  # the keys of eagle_config and the
     "has_lm_head": (),
     "eagle_decoder_type": ("llama",),
 }
-EXPECTED = {  # of keys that change the arithmetic
+EXPECTED = {  # supported values of keys that change the arithmetic
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -42,21 +42,21 @@ EXPECTED = {  # of keys that change the arithmetic
     "parallel_drafting": False,
 }
 WHOLE_IDS = ("I64", "I32")
-ANY_DEPTH = 1 << 20  # layers of a target that is not known
+ANY_DEPTH = 1 << 20  # layers of an unknown target
 
 
 @dataclass(frozen=True)
 class Config:
-    """Values that the file states.
+    """Configuration of a draft, as its file states it.
 
-    window          positions that a row sees, its own included; None: all
+    window          positions that a row attends to, including its own; None: all
     taps            target layers whose output the draft reads, in the order of the columns of `fc`
-    vocab           tokens that the head knows
-    norms_heads     norm each q and k head before rope
-    norms_taps      norm each tap before `fc`
-    norms_fused     norm all taps as one vector before `fc`
-    norms_residual  begin the residual stream with the normed hidden state
-    norms_output    hand the normed output to the next row as its hidden state
+    vocab           number of tokens of the draft's head
+    norms_heads     whether to norm each q and k head before rope
+    norms_taps      whether to norm each tap before `fc`
+    norms_fused     whether to norm all taps as one vector before `fc`
+    norms_residual  whether the residual stream begins with the normed hidden state
+    norms_output    whether the next row reads the normed output as its hidden state
     """
 
     hidden: int
@@ -77,7 +77,7 @@ class Config:
 
 
 def is_eagle3(checkpoint: Checkpoint) -> bool:
-    """Test whether the file has the layer of an EAGLE-3 draft, whatever its configuration calls it."""
+    """Test by tensor names, not by the configuration, whether the file has the layer of an EAGLE-3 draft."""
     if checkpoint.format == "gguf":
         return checkpoint.config.get("general.architecture") == "eagle3"
     return layer_of(checkpoint) + "hidden_norm.weight" in checkpoint.tensors
@@ -183,7 +183,7 @@ def _hf_config(checkpoint: Checkpoint, layers: int) -> tuple[Config, int, int]:
 
 
 def _hf_taps(keys: Keys, layers: int) -> tuple[int, ...]:
-    """Layers before each tap, as vLLM and speculators list them; eagle_config, as SGLang reads it, names the layer."""
+    """Read the taps: vLLM and speculators list the next layer of each; eagle_config, read by SGLang, the layer."""
     if listed := keys.read(IDS, list, []):
         return _numbers(keys.where, listed, 1)
     if listed := keys.read(f"eagle_config.{IDS}", list, []):
@@ -242,7 +242,7 @@ def target_ids(checkpoint: Checkpoint, c: Config, vocab: int) -> np.ndarray | No
         raise BimetalError(f"{name}: {found[0].type} {found[0].shape}; expected {' or '.join(WHOLE_IDS)} {(c.vocab,)}")
     ids = _integers(found[0])
     if checkpoint.format != "gguf":
-        if ids.min() < -vocab or ids.max() > vocab:  # before a sum that could wrap
+        if ids.min() < -vocab or ids.max() > vocab:  # checked before a sum that could overflow
             raise BimetalError(f"{name} leads outside the model's vocabulary of {vocab}")
         ids = ids + np.arange(c.vocab)
     if ids.min() < 0 or ids.max() >= vocab:

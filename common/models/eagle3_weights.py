@@ -1,4 +1,4 @@
-"""The tables of an EAGLE-3 draft's weights, in the names of each kind of file."""
+"""Tables of an EAGLE-3 draft's weights, by the names of each kind of file."""
 
 import numpy as np
 
@@ -83,7 +83,7 @@ def _layer(c: Config, at: Names) -> Table:
 
     def half(i: int, hf: str, gguf: str, heads: int, roped: bool) -> Stored:
         fixes = [columns(i * c.hidden, c.hidden)]
-        if roped and at.dialect == "gguf":  # which stores a rope pair as adjacent rows; here a pair is (j, j + D/2)
+        if roped and at.dialect == "gguf":  # GGUF stores a rope pair as adjacent rows; here a pair is (j, j + D/2)
             fixes.append(rows(np.arange(heads * D).reshape(heads, D // 2, 2).swapaxes(1, 2).ravel()))
         return Stored(
             at(hf, gguf, ()).names, (heads * D, c.hidden), composed(*fixes), part_of=(heads * D, 2 * c.hidden)

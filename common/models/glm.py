@@ -1,8 +1,8 @@
 """GLM-4.7-Flash (`glm4_moe_lite`; GGUF's `deepseek2`): multi-head latent attention, experts chosen by a sigmoid router.
 
 The state of a layer is one row per token for all heads: a normed latent and a roped key. A step of few rows attends to
-the rows as stored; a prompt expands them into keys and values first. Both forms compute the same function. Rope pairs
-are stored side by side and loaded as half-split, by the order of the rows that make them.
+the stored rows directly; a prompt first expands them into keys and values. Both forms compute the same function. Files
+store rope pairs as adjacent channels; loading permutes the rows of the weight matrices, so that pairs are half-split.
 """
 
 from dataclasses import dataclass, replace
@@ -47,7 +47,7 @@ MTP = MtpNames(
     head="shared_head.head.weight",
     prefixes=("model.layers.{}.",),
 )
-GLM_VOCAB = 154880  # its early GGUF files name no gating function, or a wrong one
+GLM_VOCAB = 154880  # identifies early GGUF files of GLM, which state no gating function or a wrong one
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Config:
     vocab: int
     hidden: int
     layers: int
-    dense_layers: int  # the first ones; the others have experts
+    dense_layers: int  # number of first layers with a dense FFN; the other layers have experts
     heads: int
     q_latent: int  # R of the queries
     latent: int  # R of keys and values
@@ -68,7 +68,7 @@ class Config:
     eps: float
     context: int
     tied: bool
-    ranks: Ranks = ONE  # that share the heads and channels, of which the numbers above are this rank's
+    ranks: Ranks = ONE  # ranks that share heads and channels; the numbers above are this rank's share
 
     def expands(self, rows: int, past: int) -> bool:
         """Test whether `rows` rows after `past` committed ones need fewer operations if keys and values are expanded.
@@ -145,7 +145,7 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
             ffn * keys.size("n_shared_experts"),
             keys.positive("routed_scaling_factor", 1.0),
         ),
-        eps=keys.positive("rms_norm_eps", 1e-5),  # of latent norms too, but in transformers, whose code takes 1e-6
+        eps=keys.positive("rms_norm_eps", 1e-5),  # also of latent norms, for which transformers uses 1e-6
         context=keys.size("max_position_embeddings"),
         tied=keys.read("tie_word_embeddings", bool, False) and "lm_head.weight" not in checkpoint.tensors,
     )
@@ -225,7 +225,7 @@ def mtp_weights(c: Config, at: Names) -> Table:
 
 
 def check_mtp(checkpoint: Checkpoint) -> None:
-    """Accept every layout: norm weights are stored as they are multiplied in all of them."""
+    """Accept every layout: all of them store norm weights as they are multiplied."""
 
 
 def _attention_weights(c: Config, at: Names) -> Table:
@@ -280,7 +280,7 @@ def _always(fix: Fix) -> dict[str, Fix]:
 
 
 def _head_rows(kv: Tensor, heads: int, part: slice) -> Tensor:
-    """Rows `part` of every head's rows: (heads * rows, columns) -> (heads, n, columns), quantized as stored."""
+    """Select rows `part` of every head: (heads * rows, columns) -> (heads, n, columns), still quantized."""
 
     def cut(tensor: Tensor) -> Tensor:
         data = tensor.data.reshape(heads, -1, tensor.data.shape[-1])[:, part]
@@ -332,14 +332,14 @@ def halves(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int) ->
 
 
 def mixed(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: Array) -> Array:
-    """x (T, hidden) and what the layer's attention adds to it."""
+    """Compute x (T, hidden) plus the output of the layer's attention."""
     expand = c.expands(len(step), state.length)
     y = attention(ops, c, w, state[layer].latent, step, expand, ops.rms_norm(x, w.attn_norm, c.eps))
     return ops.add(x, ops.all_reduce(y))
 
 
 def ffn(ops: Ops, c: Config, w: Any, layer: int, x: Array) -> Array:
-    """x (T, hidden) and what the layer's feed-forward network adds to it."""
+    """Compute x (T, hidden) plus the output of the layer's feed-forward network."""
     z = ops.rms_norm(x, w.ffn_norm, c.eps)
     y = swiglu_ffn(ops, w, z) if layer < c.dense_layers else sigmoid_moe(ops, c.experts, w, z)
     return ops.add(x, ops.all_reduce(y))
@@ -351,7 +351,7 @@ def write_past(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int
 
 
 def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, expand: bool, x: Array) -> Array:
-    """Multi-head latent attention in either of its forms, of this rank's heads: x (T, hidden) -> (T, hidden)"""
+    """Compute multi-head latent attention in either form, for this rank's heads of x (T, hidden): (T, hidden)."""
     T, H, R, N, P, V = x.shape[0], c.heads, c.latent, c.nope_dim, c.rope_dim, c.value_dim
     down = ops.linear(x, w.down_qkv)
     q = ops.linear(ops.rms_norm(down[:, : c.q_latent], w.q_norm, c.eps), w.q_up).reshape(T, H, N + P)

@@ -1,4 +1,4 @@
-"""Laguna (`laguna`): gated attention, three layers of four within a window, and experts chosen by a sigmoid router.
+"""Laguna (`laguna`): gated attention, with a window in three of four layers, and experts chosen by a sigmoid router.
 
 Layers differ in their number of query heads and in their rope. The gate on attention's output is a softplus, one per
 head (XS.2) or one per channel (M.1), by the shape of its matrix.
@@ -29,7 +29,7 @@ from common.step import State, Step
 from common.storage import KVSpec, LayerSpec
 from common.weights import Layout, Matrix, Names, Table, Vector
 
-WIDE = True  # products inside the experts pass float16's 65504
+WIDE = True  # products inside the experts exceed float16's maximum of 65504
 # YaRN's factor and original context in XS-2.1, whose GGUF states 1 where its config.json states the derived 1.3466.
 XS_2_1 = (32, 8192)
 KINDS = ("full_attention", "sliding_attention")
@@ -43,18 +43,18 @@ class Config:
     kv_heads: int
     head_dim: int
     is_sliding: tuple[bool, ...]  # per layer
-    window: int  # keys that a row of a sliding layer sees, itself included
+    window: int  # keys that a row of a sliding layer attends to, including its own
     rope: Rope
     sliding_rope: Rope
     gate_per_channel: bool
-    is_sparse: tuple[bool, ...]  # per layer; the others have a dense FFN
+    is_sparse: tuple[bool, ...]  # per layer: whether it has experts; the other layers have a dense FFN
     ffn: int
     experts: Experts
     eps: float
     context: int
     tied: bool
-    ranks: Ranks = ONE  # that share the heads and channels, of which the numbers above are this rank's
-    kv_ranks: Ranks = ONE  # that hold different KV heads
+    ranks: Ranks = ONE  # ranks that share heads and channels; the numbers above are this rank's share
+    kv_ranks: Ranks = ONE  # ranks that hold different KV heads
 
 
 # -- configuration -----------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         raise BimetalError(
             f"{checkpoint.path} names its keys as Ollama does; supported: files of llama.cpp's converter"
         )
-    keys.expect("expert_gating_func", 2)  # sigmoid, also where the key is absent
+    keys.expect("expert_gating_func", 2)  # sigmoid, also if the key is missing
     keys.expect("expert_weights_norm", True)
     keys.expect("expert_shared_count", 1)
     layers, head_dim = keys.size("block_count"), keys.size("attention.key_length")
@@ -186,7 +186,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
 
 
 def _gguf_sliding(keys: Keys, layers: int, window: int) -> tuple[bool, ...]:
-    """Return for each layer whether a window bounds it: by a list, or by a period, whose first layer is full."""
+    """Return for each layer whether it has a window, from a list or from a period, whose first layer is full."""
     pattern = keys.get("attention.sliding_window_pattern")
     if not isinstance(pattern, list):
         period = keys.size("attention.sliding_window_pattern", 4)
@@ -197,7 +197,7 @@ def _gguf_sliding(keys: Keys, layers: int, window: int) -> tuple[bool, ...]:
 
 
 def _gguf_ropes(keys: Keys, head_dim: int, slides: bool) -> tuple[Rope, Rope]:
-    """Return the ropes of full layers and of those with windows, which are equal where no layer `slides`."""
+    """Return the ropes of full layers and of layers with windows; both are equal if no layer `slides`."""
     stated = keys.get("rope.scaling.yarn_attn_factor")
     factor = None if stated is None else keys.positive("rope.scaling.yarn_attn_factor")
     release = keys.get("rope.scaling.factor"), keys.get("rope.scaling.original_context_length")
@@ -227,7 +227,7 @@ def _per_layer(keys: Keys, key: str, names: tuple[str, ...], default: list[str])
 
 
 def _gate_per_channel(checkpoint: Checkpoint, name: str, heads: int, head_dim: int) -> bool:
-    """Read the kind of gate from its matrix's shape: the configuration's `gating` is true for either kind."""
+    """Test by the shape of the gate's matrix whether it is per channel: `gating` is true for both kinds."""
     gate = checkpoint.tensors.get(name)
     if gate is None:
         raise BimetalError(f"{checkpoint.path} lacks tensor {name}, whose shape tells the kind of attention gate")
@@ -268,7 +268,7 @@ def _attention_weights(c: Config, at: Names, heads: int) -> Table:
     q_rows, kv_rows, gate_rows = c.ranks.of(heads * D), c.kv_ranks.of(K * D), c.ranks.of(gates)
     return {
         "attn_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
-        "qkgv": Matrix(  # values last, often of a wider type: neighbours of one type are one product
+        "qkgv": Matrix(  # values last, often of a wider type: adjacent matrices of one type are one product
             at("self_attn.q_proj.weight", "attn_q.weight", (heads * D, c.hidden), shard=by_rows(q_rows)),
             at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden), shard=by_rows(kv_rows)),
             at("self_attn.g_proj.weight", "attn_gate.weight", (gates, c.hidden), shard=by_rows(gate_rows)),
@@ -308,7 +308,7 @@ def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, kep
 
 
 def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, layer: int, x: Array) -> Array:
-    """Grouped-query attention with a softplus gate on its output, of this rank's heads: x (T, hidden) -> (T, hidden)"""
+    """Compute grouped-query attention with a softplus gate on its output, for this rank's heads of x: (T, hidden)."""
     T, H, K, D = x.shape[0], c.heads[layer], c.kv_heads, c.head_dim
     rope, window = (c.sliding_rope, c.window) if c.is_sliding[layer] else (c.rope, None)
     qkgv = ops.linear(x, w.qkgv)

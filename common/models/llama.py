@@ -35,9 +35,9 @@ class Config:
     rope: Rope
     context: int
     tied: bool
-    mask_id: int | None = None  # of WeDLM: the token of a position that is still to be filled
-    ranks: Ranks = ONE  # that share the heads and channels, of which the numbers above are this rank's
-    kv_ranks: Ranks = ONE  # that hold different KV heads
+    mask_id: int | None = None  # of WeDLM: the token id of a masked position
+    ranks: Ranks = ONE  # ranks that share heads and channels; the numbers above are this rank's share
+    kv_ranks: Ranks = ONE  # ranks that hold different KV heads
 
     @property
     def norms_heads(self) -> bool:
@@ -87,7 +87,7 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
 
 
 def _mask_id(keys: Keys) -> int | None:
-    """The id that the configuration names; published WeDLM checkpoints leave it null and were trained with 151665."""
+    """Read the mask's token id; published WeDLM checkpoints have null here, and were trained with 151665."""
     vocab = keys.size("vocab_size")
     mask = keys.read("mask_token_id", int, WEDLM_MASK)
     if keys.get("mask_token_id") is None and mask >= vocab:
@@ -148,7 +148,7 @@ def _layer_weights(c: Config, at: Names) -> Table:
     heads, kv_heads = c.ranks.of(H * D), c.kv_ranks.of(K * D)
 
     def half_split(heads: int) -> dict[str, Fix]:
-        """Fix llama GGUFs, where a rope pair is two adjacent rows of a head; here a pair is (j, j + D/2)."""
+        """Permute rows of llama GGUFs, where a rope pair is two adjacent rows of a head, to pairs (j, j + D/2)."""
         if c.norms_heads:
             return {}
         return {"gguf": rows(np.arange(heads * D).reshape(heads, D // 2, 2).swapaxes(1, 2).ravel())}
@@ -196,7 +196,7 @@ def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, kep
 
 
 def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, x: Array) -> Array:
-    """x (T, hidden) -> (T, hidden), of this rank's heads"""
+    """Compute grouped-query attention for this rank's heads of x (T, hidden): (T, hidden)."""
     T, H, K, D = x.shape[0], c.heads, c.kv_heads, c.head_dim
     qkv = ops.linear(x, w.qkv)
     q = qkv[:, : H * D].reshape(T, H, D)

@@ -1,9 +1,9 @@
 """Multi-token prediction: a block of the model that predicts the token after the next (DeepSeek-V3, 2.2).
 
-The block is one more layer of the model. Its row of a token reads the token's embedding beside the target's hidden
-state, after the last norm, of the position before; through the model's head its output predicts the next token. Its
-keys and values are written as the target reads those tokens. To draft further the block reads what it drafted, with its
-own outputs as hidden states. The first row of a sequence has a hidden state of zeros, as in llama.cpp.
+The block is one additional layer of the model. A row reads its token's embedding and the target's hidden state of the
+previous position, after the last norm; the model's head predicts the next token from the row's output. The target's
+steps also write the block's keys and values. To draft further tokens, the block reads the token that it drafted, with
+its own output as hidden state. The first row of a sequence has a hidden state of zeros, as in llama.cpp.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from common.step import State, Step
 from common.storage import ConvSpec, LayerSpec
 from common.weights import Layout, Matrix, Names, Stored, Table, Vector, account, columns, load_weights
 
-MOST = 8  # blocks that are looked for
+MOST = 8  # maximum number of blocks that are looked for
 GGUF_NAMES = MtpNames(
     layer="",
     fc="nextn.eh_proj.weight",
@@ -35,9 +35,9 @@ GGUF_NAMES = MtpNames(
 
 @dataclass(frozen=True)
 class Config:
-    """Values of the block itself.
+    """Configuration of the block itself.
 
-    embed, head  whether it has an embedding, and a head, beside the target's
+    embed, head  whether the block has an embedding, and a head, of its own
     """
 
     embed: bool
@@ -59,7 +59,7 @@ def blocks_of(checkpoint: Checkpoint, definition: Any, c: Any) -> int:
 
 
 def _prefix(checkpoint: Checkpoint, names: MtpNames, layer: int) -> str | None:
-    """Find the prefix of the block's names, where the checkpoint has the block."""
+    """Return the prefix of the block's names, or None if the checkpoint lacks the block."""
     prefixes = [prefix.format(layer) for prefix in names.prefixes]
     return next((prefix for prefix in prefixes if prefix + names.fc in checkpoint.tensors), None)
 
@@ -81,7 +81,7 @@ def refuse_block(checkpoint: Checkpoint) -> None:
 def layout(checkpoint: Checkpoint, name: str, c: Any) -> Layout:
     """Return the tables of the block at `checkpoint`, for a target of architecture `name` and configuration `c`.
 
-    Raises BimetalError where there is no block, or one for another model.
+    Raises BimetalError if there is no block, or if the block is for another model.
     """
     definition = ARCHITECTURES[name]
     _check_belongs(checkpoint, name)
@@ -179,7 +179,7 @@ class MtpPair(ChainPair):
         mixed, ffn = parts(weights[-1], state, step, layers[-1])
 
         def last(x: Array) -> tuple[Array, Array]:
-            """Return results at `rows`, as the target alone computes them, and at all rows."""
+            """Return the results at `rows`, as the target alone computes them, and the results at all rows."""
             x = mixed(x)
             every = ffn(x)
             return every if rows == slice(None) else ffn(x[rows]), every

@@ -23,9 +23,9 @@ from common.storage import LayerSpec
 class Pass(NamedTuple):
     """A pass of a draft over rows that follow the state of one sequence.
 
-    given      what `Pair.run_pass` takes
+    given      argument of `Pair.run_pass`
     positions  number of positions after the newest token whose logits are used
-    k          number of best tokens of each position that the host reads; 0: the result stays on the device
+    k          number of most probable tokens of each position that the host reads; 0: the result stays on the device
     """
 
     given: Any
@@ -42,7 +42,7 @@ class Pair(Model):
     spec           the default speculative mode
     """
 
-    repeats = False  # a draft's window is copied from where it lies
+    repeats = False  # a draft's window is copied from a place that changes
     draft: Any
     draft_weights: SimpleNamespace
     spec: ClassVar[str]
@@ -66,19 +66,19 @@ class Pair(Model):
     def last_layers(self, state: State, step: Step, rows: slice, layers: range, outputs: Mapping[int, Array]) -> Array:
         """Compute the target's `layers` to the last one, and write the draft's rows of the step to the state.
 
-        Returns the logits (n, vocab) of `rows`. Layers before `layers` gave step.hidden, and those among the taps
-        `outputs`, (T, hidden) by layer.
+        Returns the logits (n, vocab) of `rows`. Earlier layers have computed step.hidden, and `outputs`: the output
+        (T, hidden) of each tap among them, by layer.
         """
 
     def _first_layers(self, state: State, step: Step, layers: range) -> tuple[Array, ...]:
-        """Compute `layers`, not the last one among them; return x (T, hidden), and the outputs of taps among them."""
+        """Compute `layers`, without the model's last; return x (T, hidden), and the outputs of taps among them."""
         x, taken = tapped(self, self.taps, state, step, slice(None), layers)
         return x, *taken.values()
 
     def _tapped_to_last(
         self, state: State, step: Step, rows: slice, layers: range, outputs: Mapping[int, Array]
     ) -> tuple[Array, list[Array]]:
-        """Compute `layers` as `last_layers`; return the logits of `rows` and the outputs of all taps, in order."""
+        """Compute `layers` as `last_layers` does; return the logits of `rows` and the outputs of all taps, in order."""
         logits, taken = tapped(self, self.taps, state, step, rows, layers)
         return logits, [taken[i] if i in taken else outputs[i] for i in self.taps]
 
@@ -113,11 +113,11 @@ class Pair(Model):
 
     @abstractmethod
     def pass_step(self, given: Any, length: int) -> Step:
-        """The rows of a pass after `length` committed tokens."""
+        """Return the step of a pass after `length` committed tokens."""
 
     @abstractmethod
     def propose(self, state: State, given: Any) -> Array:
-        """Logits (n, vocab) of the draft's tokens after the newest one; commits nothing."""
+        """Compute logits (n, vocab) of the draft's tokens after the newest token; commits nothing."""
 
     @abstractmethod
     def run_pass(self, state: State, given: Any) -> Any:
@@ -130,11 +130,11 @@ class Pair(Model):
 
     @abstractmethod
     def propose_each(self, state: Any, step: Step, rows: int) -> Array:
-        """Compute a pass of several sequences, each of which has `rows` rows of `step`: logits of all, (m, vocab)."""
+        """Compute a pass of several sequences with `rows` rows of `step` each; return the logits of all, (m, vocab)."""
 
     @abstractmethod
     def rows_of_each(self, number: int, rows: int) -> slice:
-        """Return the rows of `propose_each` that are those of sequence `number`, from 0."""
+        """Return the slice of the result of `propose_each` that belongs to sequence `number`, counted from 0."""
 
     def found(self, passed: Any, asked: Pass) -> Any:
         """Read the requested results of a pass: ids and log-probabilities, (n, k) each; or return its rows."""
@@ -162,7 +162,7 @@ class Pair(Model):
     ) -> tuple[np.ndarray, ...]:
         """Return the `k` best of the tokens that `found` gave, as `drafting` returns them.
 
-        at  position after the newest token that row 0 predicts, from 0
+        at  position that row 0 predicts, counted from 0 at the first token after the newest
         """
         ids = self.of_target(ids)
         return (ids, logp) if coupling is None else coupling.ranked(ids, logp, k, at)
@@ -173,9 +173,9 @@ class Pair(Model):
 
     @cached_property
     def sequence_spec(self) -> list[LayerSpec]:
-        """List the target's states, then the draft's, whose caches take the formats that the target's have.
+        """List the target's states, then the draft's; the draft's caches have the formats of the target's.
 
-        Raises UsageError for formats that the backend lacks, and where the draft's heads cannot be stored in them.
+        Raises UsageError for formats that the backend lacks, and if the draft's heads cannot be stored in them.
         """
         draft = packed(self.draft_spec, replace(self.cache, boundary=0))
         try:

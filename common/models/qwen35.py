@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6 (`qwen35`, `qwen35moe`): three Gated DeltaNet layers, then one of gated attention, and again.
+"""Qwen3.5 and Qwen3.6 (`qwen35`, `qwen35moe`): repeated groups of three Gated DeltaNet layers and one of attention.
 
 Conventions inside: value heads are tiled over key heads (head h uses key head h % Hk, the order of GGUF files, because
 a 256-wide quantization block cannot be split to reorder 128-wide heads); norm weights are multiplied as they stand.
@@ -90,7 +90,7 @@ def _dialect(checkpoint: Checkpoint) -> tuple[str, str]:
 
 def _attention_weights(c: Config, at: Names) -> Table:
     H, K, D = c.heads, c.kv_heads, c.head_dim
-    q, kv = c.ranks.of(2 * H * D), c.kv_ranks.of(K * D)  # per head of q: D rows of q, D of gate
+    q, kv = c.ranks.of(2 * H * D), c.kv_ranks.of(K * D)  # per head: D rows of q, then D of the gate
     parts: tuple[Stored, ...] = (
         at("self_attn.q_proj.weight", "attn_q.weight", (2 * H * D, c.hidden), shard=by_rows(q)),
         at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden), shard=by_rows(kv)),
@@ -116,13 +116,13 @@ def _delta_weights(c: Config, at: Names) -> Table:
     qkv_rows = np.concatenate([np.arange(2 * keys), 2 * keys + value_rows])
 
     def of_values(width: int) -> list[Segment]:
-        """Select this rank's value heads, `width` rows each, in the file's order: by key head, or tiled."""
+        """Select this rank's value heads, `width` rows each, in the file's order: grouped by key head, or tiled."""
         if at.dialect == "gguf":
             return [c.ranks.of(c.key_heads * width)] * repeats
         return [c.ranks.of(c.value_heads * width)]
 
     def grouped(fix: Fix) -> dict[str, Fix]:
-        """Fix the files in which head g * R + r uses key head g: files as trained, and mlx-lm's."""
+        """Apply `fix` to files in which head g * R + r uses key head g: files as trained, and mlx-lm's."""
         return {"hf": fix, "mlx": fix}
 
     decay = mapped(lambda A_log: -np.exp(A_log[tiled]))
@@ -275,13 +275,13 @@ def mixed(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: 
 
 
 def ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
-    """x (T, hidden) and what the layer's feed-forward network adds to it."""
+    """Compute x (T, hidden) plus the output of the layer's feed-forward network."""
     y = (moe_ffn if c.experts else dense_ffn)(ops, c, w, ops.rms_norm(x, w.ffn_norm, c.eps))
     return ops.add(x, ops.all_reduce(y))
 
 
 def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> Array:
-    """Grouped-query attention with a sigmoid gate on its output, of this rank's heads: x (T, hidden) -> (T, hidden)"""
+    """Compute grouped-query attention with a sigmoid gate on its output, for this rank's heads of x: (T, hidden)."""
     T, H, D = x.shape[0], c.heads, c.head_dim
     qkv = ops.linear(x, w.qkv)
     q_gate = qkv[:, : 2 * H * D].reshape(T, H, 2 * D)
@@ -305,7 +305,7 @@ def _keys_values(ops: Ops, c: Config, w: Any, step: Step, qkv: Array) -> tuple[A
 
 
 def gated_deltanet(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> Array:
-    """Short convolution, delta rule, gated norm, of this rank's heads: x (T, hidden) -> (T, hidden)"""
+    """Compute short convolution, delta rule and gated norm for this rank's heads of x (T, hidden): (T, hidden)."""
     T, Hv, Dv = x.shape[0], c.value_heads, c.value_dim
     values = Hv * Dv
     y = ops.linear(x, w.qkvzba)

@@ -1,4 +1,4 @@
-"""The configuration of Qwen3.5 and Qwen3.6: from config.json or GGUF metadata, and the part of one rank."""
+"""Configuration of Qwen3.5 and Qwen3.6, from config.json or GGUF metadata, and the share of one rank."""
 
 from dataclasses import dataclass, replace
 
@@ -36,13 +36,13 @@ class Config:
     key_dim: int
     value_dim: int
     taps: int
-    ffn: int  # dense models; 0 where experts take its place
+    ffn: int  # channels of dense models; 0 if experts replace the dense network
     experts: Experts | None
     eps: float
     context: int
     tied: bool
-    ranks: Ranks = ONE  # that share the heads and channels, of which the numbers above are this rank's
-    kv_ranks: Ranks = ONE  # that hold different KV heads
+    ranks: Ranks = ONE  # ranks that share heads and channels; the numbers above are this rank's share
+    kv_ranks: Ranks = ONE  # ranks that hold different KV heads
 
 
 def read_config(checkpoint: Checkpoint) -> Config:

@@ -1,4 +1,4 @@
-"""Outputs of some of a target's layers, from which a draft computes."""
+"""Taps: outputs of some of a target's layers, which a draft reads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,9 +28,9 @@ class Tap:
 def tapped(
     model: Model, taps: Sequence[int], state: State, step: Step, rows: slice, layers: range
 ) -> tuple[Array, dict[int, Array]]:
-    """Compute `layers` as a definition's `forward`; return also the outputs (T, hidden) of taps, by layer."""
+    """Compute `layers` as a definition's `forward` does; also return the outputs (T, hidden) of taps, by layer."""
     tap: Any = Tap(model.ops, taps)
     last = len(model.weights.layers) - 1
-    every = slice(None) if last in taps else rows  # a model may compute its last layer for some rows alone
+    every = slice(None) if last in taps else rows  # a model may compute its last layer for some rows only
     out = model.definition.forward(tap, model.config, model.weights, state, step, every, layers)
     return out[rows] if last in taps and last in layers else out, tap.taken

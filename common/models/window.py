@@ -1,4 +1,4 @@
-"""Attention limited to the newest positions, for long contexts. It changes the text."""
+"""Attention limited to the newest positions, for long contexts. The limit changes the text."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ SINKS = 4  # first tokens that a bounded cache keeps, attention sinks (Xiao et a
 
 
 class Windowed:
-    """The ops of a backend, whose attention hides positions at or below a row's own minus `window`."""
+    """The ops of a backend with attention that masks positions at or below a row's own minus `window`."""
 
     def __init__(self, ops: Ops, window: int):
         self._ops, self._window = ops, window
@@ -41,7 +41,7 @@ class Windowed:
 
 
 class Bounded(Windowed):
-    """The ops of a backend, whose full layers keep the first SINKS rows of a sequence and the last `window`."""
+    """The ops of a backend whose full layers keep the first SINKS rows of a sequence and its last `window` rows."""
 
     def _window_of(self, window: int | None) -> int:
         return window or self._window
