@@ -3,8 +3,8 @@
 To follow a step, read replay.py, segments.py, ops.py, rows.py and products.py, in this order.
 
 Steps and graphs
-    context.py            what every op receives: card, stream, arena, the step on the device
-    replay.py             uploads a step; runs its ops, or replays the graph that was captured of them
+    context.py            what every op receives: the GPU's properties, stream, arena, the step on the device
+    replay.py             uploads a step; runs its ops, or replays the graph captured from them
     segments.py           a captured step: graphs, calls on the host, copies between GPUs
     runs.py               the adjacent rows of each sequence in a step
     tree_order.py         the order in which recurrent layers compute a tree's rows
@@ -13,11 +13,11 @@ Steps and graphs
 Ops
     ops.py                CudaOps, the op contract; its methods are the functions of the files below
     arrays.py             Array, an activation on the device
-    lazy.py, fuse.py      row-wise ops that wait for their consumer, and which consumers compute them
+    lazy.py, fuse.py      row-wise ops, launched when their consumer is known; the consumers that compute them
     rows.py               norms, ropes, gates, sums, `linear`, `embed`
     products.py, gemm.py  products with a quantized matrix; products of many rows by cuBLAS
     attention.py          attention over cached keys and values; decode steps by flash decoding: split.cu computes
-                          pieces of the past, pieces.cu adds them up
+                          partial results for pieces of the past, pieces.cu adds these up
     block_sparse.py       attention that leaves out blocks of keys
     latent.py             latent attention
     recurrent.py          convolution and the gated delta rule
@@ -30,9 +30,9 @@ Kernels and launches
     sources.py            the text of a kernel: its headers and its file
     prototypes.py         the types of a kernel's parameters, read from its text
     launch.py             compiles and launches kernels; streams and captured graphs
-    cubin.py              compiles kernels for compute capability 9.0 alone
+    cubin.py              compiles kernels that only compute capability 9.0 can run
     views.py              the structs by which a kernel reads and writes arrays
-    layout.py             sizes on which kernels and launchers agree
+    layout.py             sizes that kernels and their launchers share
     card.py, occupancy.py the current GPU; shared memory and registers by compute capability
 
 Memory, weights and states
@@ -40,24 +40,24 @@ Memory, weights and states
     sizes.py              predicted workspace of a prompt
     host_memory.py        pinned memory of the host
     upload.py, staged.py  copies to the device: of weights while loading, of other large arrays
-    background_copies.py  copies to the host while steps go on
+    background_copies.py  copies to the host while steps run
     weights.py            matrices in their block types
-    states.py             a pool of slots for the states of sequences
-    state_table.py        what each class of specs is kept as, and what that takes
+    states.py             a pool of slots, one for the state of each sequence
+    state_table.py        for each class of layer specs: how its state is stored, and the memory it takes
     caches/               what a pool holds: keys and values, windows, latents, recurrent states; pages and formats
-    exact.py              the rows of a compressed cache that attention reads exactly
+    exact.py              the rows of a compressed cache that attention reads as uncompressed float16
     experts.py            hot experts in GPU memory, all experts in host memory
     expert_stacks.py      the experts in host memory, and the tables of their addresses
 
 Several GPUs
-    several_gpus.py       ops that are equal for both ways of sharing a model
-    layer_split.py        each GPU has some layers
+    several_gpus.py       ops that pipeline and tensor parallelism have in common
+    layer_split.py        pipeline parallelism: each GPU has some layers
     relay.py              arrays that know their GPU, and steps that pass from GPU to GPU
-    tensor_parallel.py    each GPU has a part of every layer
-    per_rank.py           values of tensor parallelism, once per GPU
-    transports.py         chooses how ranks exchange rows:
-    exchange.py           by our kernels, through each other's memory
-    nccl_exchange.py      by NCCL
+    tensor_parallel.py    tensor parallelism: each GPU has a part of every layer
+    per_rank.py           values of tensor parallelism: one array, weight or state per GPU
+    transports.py         chooses one of two ways to exchange rows between ranks:
+    exchange.py           our kernels, which read and write each other's memory
+    nccl_exchange.py      NCCL
     multi_gpu_states.py   states on several GPUs
 
 Benchmarks
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 
 
 def find_card() -> str:
-    """The GPUs in words, by number if there are several; raises BimetalError with what the current one lacks."""
+    """Describe the GPUs, by number if there are several; raises BimetalError that names what the current one lacks."""
     try:
         import cupy
 
@@ -104,9 +104,9 @@ def limit_memory(nbytes: int, devices: Sequence[int] = ()) -> None:
 
 
 def random_ops(experts: HotExperts | None = None, trace: Trace | None = None, start: int = 0) -> "CudaOps":
-    """The current GPU, for models whose quantized matrices are random: it makes them itself.
+    """Open the current GPU for a model whose quantized matrices are random numbers, made on the GPU.
 
-    experts  memory that experts may take of the GPU, the others being in host memory; None: all are in GPU memory
+    experts  GPU memory for hot experts, while host memory holds all experts; None: all are in GPU memory
     trace    the routing that steps replay, from token `start` on; None: random routers choose
     """
     from cuda_backend.random_weights import RandomOps
@@ -115,9 +115,9 @@ def random_ops(experts: HotExperts | None = None, trace: Trace | None = None, st
 
 
 def open_ops(checkpoint: Checkpoint, wide: bool = False, experts: HotExperts | None = None) -> "CudaOps":
-    """The current GPU. Matrices stay in the types that `checkpoint` stores; activations are float32, `wide` or not.
+    """Open the current GPU. Matrices keep the types of `checkpoint`; activations are float32 whatever `wide` is.
 
-    experts  what experts may take of its memory; None: all of them lie there
+    experts  GPU memory for hot experts, while host memory holds all experts; None: all are in GPU memory
     """
     from cuda_backend.ops import CudaOps  # needs CuPy, which `layout` and the kernels do not
 
@@ -131,11 +131,13 @@ def open_devices(
     sizes: Callable[[Ops], Sequence[int]],
     random: bool = False,
 ) -> Ops:
-    """The GPUs `devices`, which share a model's layers in this order; a single one becomes the thread's current GPU.
+    """Open GPUs for pipeline parallelism: `devices` divide a model's layers in this order.
 
-    split   proportions of the model's bytes; empty: as memory is free
+    If `devices` has one GPU, it becomes the thread's current GPU.
+
+    split   each GPU's share of the model's bytes, as proportions; empty: in proportion to free memory
     draft   the GPU of a draft's layers; None: the last of `devices`
-    sizes   bytes of each layer of the model, as given ops hold it
+    sizes   given an Ops, returns the bytes of each layer of the model as these ops hold it
     random  make quantized matrices at random, as `random_ops` does
     """
     from cuda_backend.layer_split import open_gpus
@@ -146,9 +148,9 @@ def open_devices(
 
 
 def open_tensor_parallel(devices: Sequence[int], sizes: Callable[[Ops], Sequence[int]], random: bool = False) -> Ops:
-    """The GPUs `devices`, which share every layer of a model; the first one is rank 0.
+    """Open GPUs for tensor parallelism: each of `devices` has a part of every layer; the first one is rank 0.
 
-    sizes   bytes of a rank's part of each layer, as given ops hold it
+    sizes   given an Ops, returns the bytes of a rank's part of each layer as these ops hold it
     random  make quantized matrices at random, as `random_ops` does
     """
     from cuda_backend.ops import CudaOps

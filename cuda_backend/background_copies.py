@@ -1,4 +1,4 @@
-"""Copies from the device to the host that a thread of its own makes, while the stream goes on."""
+"""Copy from the device to the host on a separate thread, while the stream runs later work."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-MANY = 256 << 20  # bytes of device memory that may wait for their copies however little is free
+MANY = 256 << 20  # bytes of device memory that may always wait for their copies, however little is free
 CHUNK = 16 << 20  # bytes that are copied at a time
 
 
@@ -22,22 +22,22 @@ class BackgroundCopies:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of device memory that wait for their copies."""
+        """Count the bytes of device memory that wait for their copies."""
         self._forget_finished()
         return sum(out.nbytes for _, out in self.waiting)
 
     def most(self, free: int) -> int:
-        """Bytes that may wait where `free` bytes of the device are free beside them: MANY, or a quarter of both."""
+        """Return how many bytes may wait if `free` more bytes of the device are free: MANY, or a quarter of both."""
         return max(MANY, (free + self.waiting_bytes) // 4)
 
     def make_room(self, nbytes: int, free: int) -> None:
-        """Wait until `nbytes` more may wait for their copy."""
+        """Block until there is room for a copy of `nbytes` in the queue; `free` as in `most`."""
         most = self.most(free)
         while self.waiting and nbytes + self.waiting_bytes > most:
             self._finish_first()
 
     def copy(self, memory: Any) -> np.ndarray:
-        """Copy `memory`, which nobody else writes from now on; returns uint8, whose `completion` can be waited for."""
+        """Queue a copy of `memory`, which nobody may write from now on; returns uint8, filled after `completion`."""
         self._forget_finished()
         if self.worker is None:
             self.worker = ThreadPoolExecutor(1, "bimetal copies to the host"), Staging(cupy.cuda.runtime.getDevice())
@@ -72,7 +72,7 @@ class BackgroundCopies:
 class Staging:
     """Pinned memory through which one thread copies, on a stream of its own.
 
-    A copy straight to pageable memory holds locks of the driver, for which launches of other threads wait.
+    A copy directly to pageable memory holds locks of the driver, for which launches of other threads wait.
     """
 
     def __init__(self, device: int):

@@ -14,9 +14,9 @@ from cuda_backend.layout import BLOCK_CHOICE
 
 
 def block_sparse_attention(context: Context, q: Array, k: Array, v: Array, kv: KV, step: Any, scale: float) -> Array:
-    """Attend as `Ops.block_sparse_attention`.
+    """Compute `Ops.block_sparse_attention`.
 
-    All keys are seen in short steps, in steps that begin within a block, and where the cache is a ring or has codes.
+    Rows see all keys in short steps, in steps that begin within a block, and if the cache is a ring or has codes.
     """
     (T, H, D), K, wide = q.shape, k.shape[1], kv.keys.width
     step = context.step_of(step, kv.store)

@@ -9,7 +9,7 @@ OLDEST = 75  # compute capability 7.5: products of int8 on tensor cores
 
 
 def available() -> Card:
-    """The device's card; raises BimetalError with what to install or choose where CUDA cannot run."""
+    """Return the current GPU's Card; raises BimetalError that says what to install or choose if CUDA cannot run."""
     try:
         if not cupy.cuda.runtime.getDeviceCount():
             raise BimetalError("no NVIDIA GPU is visible; choose another backend, or check CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""Context of every op: the card, the stream that it launches on, the memory of a step, and the step on the device."""
+"""Context of every op: the GPU's properties, the stream of its launches, memory of a step, the step on the device."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,17 +28,17 @@ from cuda_backend.to_host import ToHost
 
 @dataclass(frozen=True)
 class Context:
-    """The GPU that one model runs on; a branch of a step has a context of its own, which differs in the stream.
+    """The GPU that one model runs on; a branch of a step has its own context, with the two streams exchanged.
 
-    stream  the stream that ops launch on
-    side    a second stream, for a branch that runs beside the first
-    forked  event at the begin of a branch; joined: event at its end
+    stream   stream that ops launch on
+    side     second stream, for a branch that runs beside the first
+    forked   event at the beginning of a branch; joined: event at its end
     to_host  copies of chosen tokens, which the host reads while a later step runs
-    ropes   frequencies on the device, by rope
-    groups  tables of `head_linear`, by rows and heads
-    experts  places of a mixture's experts, some of which are in host memory; None: all are in GPU memory
-    routing  the trace of routing that a benchmark replays
-    fills  small products use every multiprocessor too: the next kernel waits for other GPUs in any case
+    ropes    frequencies on the device, by rope
+    groups   tables of `head_linear`, by rows and heads
+    experts  store of a mixture's experts, some of which are in host memory only; None: all are in GPU memory
+    routing  trace of routing that a benchmark replays
+    fills    small products use every multiprocessor too, since the next kernel waits for other GPUs in any case
     """
 
     card: Card
@@ -60,14 +60,14 @@ class Context:
         return replace(self, stream=self.side, side=self.stream)
 
     def on_device(self, numbers: Any) -> Array:
-        """Copy int32 numbers to the device, for an op that is called outside of `Replay.run`."""
+        """Copy int32 numbers to the device, for an op that is called outside `Replay.run`."""
         if isinstance(numbers, Array):
             return numbers
         memory = upload(np.ascontiguousarray(numbers, np.int32), self.stream)
         return Array(np.shape(numbers), memory.address, owner=memory, dtype=np.int32)
 
     def step_of(self, step: Any, store: KVStore | LatentStore | Recurrent, recurrent: bool = False) -> DeviceStep:
-        """Return the step in device memory, after uploading it if the op is called outside of `Replay.run`."""
+        """Return the step in device memory; upload it first if the op is called outside `Replay.run`."""
         if isinstance(step, DeviceStep):
             if recurrent and step.is_block:
                 raise BimetalError(NO_ORDER)
@@ -88,7 +88,7 @@ class Context:
         return replay.uploaded(replay.inputs_for(step, own=True), shape, step, kept, inputs)
 
     def rope_of(self, rope: Rope | None, positions: Array | None) -> np.ndarray:
-        """A rope of rows at `positions` as kernels read it: prelude.cuh Rope."""
+        """Make the struct Rope of prelude.cuh for rows at `positions`."""
         if rope is None or positions is None:
             return np.zeros((), ROPE)
         if rope not in self.ropes:
@@ -98,9 +98,9 @@ class Context:
 
 
 def make(card: Card, budget: HotExperts | None = None) -> Context:
-    """A context of its own on the current GPU, with `budget` one that holds some experts of a mixture."""
+    """Make a new context on the current GPU; with a `budget` it keeps only some experts of a mixture in GPU memory."""
     stream, side, arena = Stream(), Stream(), Arena()
-    captures_long = card.finds_slot and budget is None  # the host brings the experts of a long step
+    captures_long = card.finds_slot and budget is None  # with a budget, the host copies experts during a long step
     replay = Replay(arena, stream, side, overlap=card.capability >= 90, captures_long=captures_long)
     forked, joined = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
     experts = ExpertStore(budget, stream) if budget else None

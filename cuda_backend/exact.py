@@ -1,4 +1,4 @@
-"""One step over the exact rows of a compressed cache: where kernels find them, and the queries that meet them."""
+"""Exact (float16) rows of a compressed cache during one step: where kernels find them, and the step's queries."""
 
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ NO_EXACT = ExactStep(np.zeros((), EXACT))
 
 
 def open_exact(context: Context, kv: KV, T: int, H: int, step: DeviceStep) -> ExactStep:
-    """The exact rows of a layer with room for those of the step, and memory for its queries (T, H, D)."""
+    """Return the exact rows of a layer with room for those of the step, and memory for the step's queries (T, H, D)."""
     exact: Exact | None = kv.exact
     if exact is None:
         return NO_EXACT
@@ -43,7 +43,10 @@ def open_exact(context: Context, kv: KV, T: int, H: int, step: DeviceStep) -> Ex
 
 
 def calibrated(context: Context, kv: KV, step: DeviceStep, opened: ExactStep) -> ExactStep | None:
-    """`opened` with the statistics of each row of a step that completes them, whose keys lie there; None: no such."""
+    """Compute the statistics of each row if the step completes them; its keys lie in the planes of `opened`.
+
+    Returns `opened` with these statistics; None: the step completes none.
+    """
     store = kv.store
     if not isinstance(store, PackedStore) or not store.calibrates:
         return None
@@ -60,6 +63,6 @@ def calibrated(context: Context, kv: KV, step: DeviceStep, opened: ExactStep) ->
 
 
 def close_exact(context: Context, kv: KV, step: DeviceStep, opened: ExactStep) -> None:
-    """Write the ring as it becomes once a long step is committed."""
+    """Write the contents that the ring takes when a long step is committed."""
     if opened.planes and step.prefill and kv.exact.kv.store.is_ring:
         rolled(kv.exact.kv, step, opened.planes, context.stream)

@@ -1,4 +1,4 @@
-"""Products in which each row has its own matrix: the experts that it chose, or the matrix of its head."""
+"""Products in which each row has its own matrix: those of the experts that it chose, or that of its head."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,10 +21,10 @@ from cuda_backend.weights import Segment, Weight
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows by the matrix that they take, on the device: kernels/experts.cu `groups` and `order`.
+    """Rows grouped by the matrix that multiplies them, on the device: kernels/experts.cu `groups` and `order`.
 
-    ids      matrix of each pair, int32; most: groups that there can be, of `cols` rows
-    chosen   matrices that a row of a step takes, so that k is cut; 0: it is not
+    ids      matrix of each (row, matrix) pair, int32; most: largest number of groups of `cols` rows
+    chosen   matrices per row of a step, by which k is divided among CTAs; 0: k is not divided
     """
 
     ids: int
@@ -38,7 +38,7 @@ class Groups:
 
 
 def joins(stack: Weight, one: Weight) -> bool:
-    """Test whether `one` can be the matrix after the last of `stack`, which `grouped_linear` reads in place."""
+    """Test whether `one` can follow the last matrix of `stack`: `grouped_linear` reads it where it lies."""
     kinds = [[(s.type, s.rows, s.columns) for s in w.segments] for w in (stack, one)]
     return kinds[0] == kinds[1] and is_packed(stack)
 
@@ -46,9 +46,10 @@ def joins(stack: Weight, one: Weight) -> bool:
 def grouped_linear(
     context: Context, x: Lazy, w: Weight, g: Groups, share: int, last: Weight | None = None, known: bool = True
 ) -> Array:
-    """Row p // share of x times matrix ids[p] of w, and of `last` after them, for each pair p: (pairs, rows)
+    """Multiply, for each pair p, row p // share of x by matrix ids[p] of w, then `last`: (pairs, rows) float32.
 
-    known  g was complete before the kernel before this one began, so that this one need not wait to read it
+    last   one more matrix, with the number after those of w
+    known  g was complete before the preceding kernel began, so that this kernel can read g without waiting
     """
     card, N, parts = context.card, w.rows, packed_segments(w)
     partials, size = _cuts(w, g.chosen, card) if g.chosen else 1, g.pairs * N
@@ -75,10 +76,10 @@ def grouped_linear(
 
 
 def chosen_linear(context: Context, x: Lazy | Array, w: Weight, last: Weight | None, choice: np.ndarray) -> Array:
-    """One row times each matrix that it chooses, and times `last` if there is one: (matrices, rows)
+    """Multiply one row by each matrix that it chooses, and by `last` if there is one: (matrices, rows) float32.
 
-    x       the row, or gates and ups (matrices, 2 columns), whose SwiGLU is the row of each matrix
-    choice  kernels/choose.cuh Choice
+    x       the row, or gates and ups (matrices, 2 columns), whose SwiGLU gives a row for each matrix
+    choice  struct Choice of kernels/choose.cuh
     """
     n, N = int(choice["k"]) + (last is not None), w.rows
     partials = _cuts(w, n, context.card)
@@ -96,7 +97,7 @@ def chosen_linear(context: Context, x: Lazy | Array, w: Weight, last: Weight | N
 
 
 def heads_of_one(context: Context, x: Lazy | Array, w: Weight, to: Target) -> None:
-    """Heads of one row, (H, columns) or packed one after the other, by their matrices: floats, or one packed row"""
+    """Multiply each head of one row, (H, columns) or packed in order, by its matrix: floats or one packed row."""
     (s,) = w.segments
     how = packing(s.type, 1)
     apart = packed_size(s.columns, 1, how)
@@ -109,7 +110,7 @@ SUM, SWIGLU = 1, 2  # kernels/single.cu MADE
 
 
 class Row(NamedTuple):
-    """Rows that kernels/single.cu multiplies: packed at an address, `apart` bytes each, or `made` of an array."""
+    """Rows that kernels/single.cu multiplies: packed at an address, `apart` bytes apart, or `made` from an array."""
 
     packed: int = 0
     array: Array | None = None
@@ -118,7 +119,7 @@ class Row(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Matrices of one launch, how many floats the result of each takes, and the parts into which k is cut."""
+    """Number of matrices of one launch, floats of each one's result, and the parts into which k is divided."""
 
     matrices: int
     row_stride: int
@@ -134,7 +135,7 @@ def _single(
     of: Products,
     norm: RowNorm,
 ) -> None:
-    """Launch kernels/single.cu: one row by matrices of the first stack, which `choice` names, and by the second."""
+    """Launch kernels/single.cu: multiply one row by the matrices of the first stack in `choice`, and by the second."""
     card, (s, behind), (matrices, row_stride, parts) = context.card, stacks, of
     shared = ring(card, s.type, 1)[2]
     per = 1 if choice is None else -(-int(choice["E"]) // 32)
@@ -152,7 +153,7 @@ def _single(
 
 
 def _cuts(w: Weight, matrices: int, card: Card) -> int:
-    """Parts of k in steps, each row of which takes `matrices`: as many for all segments, however many rows."""
+    """Count the parts of k if each row takes `matrices` matrices: equal for all segments and any number of rows."""
     packed = packed_segments(w)
     parts = {parts_of(card, expert_ring(card, s.type, 8)[0], matrices, s.row_blocks, s.k_blocks) for s in packed}
     return parts.pop() if len(parts) == 1 and len(packed) == len(w.segments) else 1

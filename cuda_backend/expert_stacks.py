@@ -20,9 +20,9 @@ GATE_UP, DOWN = 0, 1  # the stacks of a layer, in the order in which they are lo
 class Stack:
     """One of the two stacks of a layer's experts.
 
-    weight   whose `memory` is the host's, and whose tables steps read
-    staged   the same with the tables that prefill reads
-    offsets  of each segment's part of an expert in a slot, and the bytes of all of them
+    weight   the stack, with `memory` on the host and the tables that decode steps read
+    staged   the stack with the tables that prefill steps read
+    offsets  byte offset of each segment's part of an expert in a slot; next field: the bytes of all parts
     """
 
     weight: Weight
@@ -32,12 +32,12 @@ class Stack:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole stack."""
+        """Count the bytes of the whole stack."""
         return sum(s.memory.nbytes for s in self.weight.segments)
 
 
 def to_host(weight: Weight, stream: Stream) -> Stack:
-    """Move a stack that has just been loaded to the host; its device memory is free once nobody holds `weight`."""
+    """Move a stack that has just been loaded to the host; its device memory is freed with the last use of `weight`."""
     segments, offsets, end = [], [], 0
     for s in weight.segments:
         host = HostMemory(s.memory.nbytes, "experts")
@@ -56,12 +56,12 @@ def to_host(weight: Weight, stream: Stream) -> Stack:
 
 
 def in_host(s: Segment) -> np.ndarray:
-    """Addresses of the experts of a segment in the host's memory: (experts,) uint64."""
+    """Return the addresses of a segment's experts in host memory: (experts,) uint64."""
     return s.memory.address + np.arange(s.experts, dtype=np.uint64) * np.uint64(s.expert_bytes)
 
 
 def parts_of_expert(stacks: Sequence[Stack], expert: int, slot: int) -> Iterator[tuple[Segment, int, int]]:
-    """Each segment's part of an expert: the segment, the part's address in the host, and that in a slot at `slot`."""
+    """Yield for each segment of an expert: the segment, its part's address in host memory, and in a slot at `slot`."""
     for stack in stacks:
         for s, offset in zip(stack.weight.segments, stack.offsets, strict=True):
             yield s, s.memory.address + expert * s.expert_bytes, slot + offset
@@ -69,9 +69,9 @@ def parts_of_expert(stacks: Sequence[Stack], expert: int, slot: int) -> Iterator
 
 
 class Tables:
-    """Writes entries of tables in the order of `stream`: all that have changed between two steps in one launch."""
+    """Write entries of tables, in the order of `stream`: all changes between two steps in one launch."""
 
-    MOST = 4096  # entries of a launch, which the driver takes from pageable memory without a wait
+    MOST = 4096  # entries of a launch: so many the driver copies from pageable memory without waiting
 
     def __init__(self, stream: Stream):
         self.stream, self.changes = stream, Memory(16 * self.MOST)
@@ -86,12 +86,12 @@ class Tables:
 
 
 class Staging:
-    """Device memory for one layer's stacks during prefill, into which the next layer's are copied meanwhile.
+    """Device memory for one layer's two stacks during prefill, one place per stack.
 
-    While the product of one stack runs, the other one's place receives what comes next. Experts that are in slots are
-    read there; the others come in runs of neighbours.
+    While the product of one stack runs, the next stack is copied into the other place. Experts that are in slots are
+    read there; the others are copied, adjacent ones together.
 
-    slots   by layer, the addresses of experts in slots, 0 where there are none: (experts,) uint64
+    slots   by layer, the addresses of experts in slots, 0 for an expert without a slot: (experts,) uint64
     waited  by layer, pairs of events around each wait of the stream
     """
 
@@ -110,7 +110,7 @@ class Staging:
         return sum(memory.nbytes for memory in self.memory)
 
     def begin(self, layer: int, which: int, slots: np.ndarray) -> int:
-        """Copy what is not in `slots` once the place is free: the bytes that are copied."""
+        """Queue copies of the experts that are not in `slots`, once the place is free; return the bytes copied."""
         self.copies.wait(self.free[which])
         at, copied, tables = self.memory[which].address, 0, []
         offset = sum(stack.slot_bytes for stack in self.stacks[layer][:which])
@@ -129,7 +129,7 @@ class Staging:
         return copied
 
     def use(self, layer: int, which: int) -> Weight:
-        """The stack of which the copies have been begun, for launches on the stream from now on."""
+        """Return the stack that `begin` started to copy, for launches on the stream from now on."""
         self.stream.wait(self.ready[which])
         staged = self.stacks[layer][which].staged
         for s, places in zip(staged.segments, self.tables[which], strict=True):
@@ -138,13 +138,13 @@ class Staging:
         return staged
 
     def release(self, which: int) -> None:
-        """Let the place be overwritten after the work that has been launched."""
+        """Allow copies to overwrite the place after the work launched so far."""
         self.held[which] = None
         self.stream.record(self.free[which])
 
 
 def _runs(chosen: np.ndarray) -> Iterator[tuple[int, int]]:
-    """First and end of each run of neighbours that are true."""
+    """Yield (first, end) of each run of adjacent true elements."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], chosen, [False]))))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 

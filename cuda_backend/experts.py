@@ -1,9 +1,9 @@
 """Hot experts in GPU memory, all experts in pinned host memory.
 
 Kernels read an expert at the address in a table: in a slot of GPU memory, or in host memory over the link, each byte
-once per step. A step is therefore one graph whether its experts are resident or not, and its result is bitwise the
-same. Steps write the experts that their rows chose to a log. Between steps the host counts the log and starts copies of
-experts that were missed repeatedly, on a separate stream; when a copy has completed, it updates the table.
+once per step. Whether experts are resident therefore changes neither the step's graph nor any bit of its result. Steps
+write the experts that their rows chose to a log. Between steps the host reads the log and starts copies of experts that
+were missed repeatedly, on a separate stream; when a copy has completed, the host updates the table.
 """
 
 import itertools
@@ -29,15 +29,15 @@ from cuda_backend.weights import Weight
 
 R = TypeVar("R")
 
-LOGS = 4  # steps whose logs may not have been counted yet
-TURNS = 8  # steps over which the recency of all layers' experts is updated, some layers in each
-# Misses of an expert, each fading by FADE per step, from which it is copied to a slot. Tried, by simulation of 256
+LOGS = 4  # most steps whose logs have not been counted yet
+TURNS = 8  # steps in which the recency of all layers' experts is updated once, some layers in each step
+# Misses of an expert, each faded by FADE per step, from which it is copied to a slot. Tried, by simulation of 256
 # experts of which 60 % or 30 % have slots: from the first miss on -> 6.1 and 20.1 experts over the link per token and 8
 # layers against 4.4 and 12.5, hits 95.1 % and 83.8 % against 94.1 % and 83.6 %; 1.5 misses, 0.98 -> 4.6 and 13.5
 MISSES = 2.5
 FADE = 0.995
-COPIES = 8  # experts copied at the same time: more would take the link from misses
-SWAPS = 64  # most experts exchanged between two requests
+COPIES = 8  # experts copied at the same time: more would take the link's bandwidth from misses
+SWAPS = 64  # most experts swapped between two requests
 LINK_BYTES = 1 << 28  # size of the copy that measures the link
 SWAP_GAIN = 8  # uses that an expert must have more than the one whose slot it takes
 
@@ -45,11 +45,11 @@ SWAP_GAIN = 8  # uses that an expert must have more than the one whose slot it t
 class Logged(NamedTuple):
     """The experts that a step's rows chose.
 
-    done      recorded after the copy of the log
-    ids       by layer, `taken` for each row, in pinned memory that is filled once `done` has happened: int32
-    rows      of the step, the first of T
-    taken     by layer, what a row leaves; the last may be a shared expert's number
-    resident  (layers, experts) as the step found them
+    done      event recorded after the copy of the log
+    ids       by layer, `taken` int32 per row, in pinned memory that is filled once `done` has happened
+    rows      real rows of the step, the first of T
+    taken     by layer, ids per row; the last one may be a shared expert's number
+    resident  (layers, experts): which experts were in slots when the step ran
     """
 
     done: cupy.cuda.Event
@@ -68,7 +68,7 @@ class Copying(NamedTuple):
 
 
 class ExpertStore:
-    """The experts of one model. Owned by one thread.
+    """The experts of one model; one thread owns it.
 
     layers     layers that have experts, in order
     residency  which experts are in slots, once `open` has been called
@@ -83,7 +83,7 @@ class ExpertStore:
         self.is_open = False
         self.copying: list[Copying] = []
         self.logged: deque[Logged] = deque()
-        self.logs: weakref.WeakSet[Any] = weakref.WeakSet()  # functions whose steps leave a log
+        self.logs: weakref.WeakSet[Any] = weakref.WeakSet()  # step functions that write a log
         self.waits: deque[tuple[int, cupy.cuda.Event, cupy.cuda.Event]] = deque()
 
     # -- loading -------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class ExpertStore:
         self.experts = self.stacks[self.layers[0]][0].weight.segments[0].experts
         count = 0 if self.budget.profile is None else len(self.budget.profile.counts)
         sizes = [self._slot_bytes(layer) for layer in range(max(count, self.layers[-1] + 1))]
-        cupy.get_default_memory_pool().free_all_blocks()  # of stacks that have moved
+        cupy.get_default_memory_pool().free_all_blocks()  # the device memory of stacks that were moved
         self.staging = Staging(self.stacks, self.stream, self.copies)
         check_hot(self.budget.nbytes, HotSizes(self.experts, tuple(sizes), self.staging.nbytes))
         slots = self.budget.nbytes - self.staging.nbytes
@@ -115,14 +115,14 @@ class ExpertStore:
         slots_of = self.residency.slots
         self.memory = {size: Memory(size * slots_of[size]) for size in sorted(set(sizes)) if size}
         self.tables = Tables(self.stream)
-        self.row_ids = self.budget.used + 1  # most that a row leaves: a shared expert's number stands after the others
-        self.taken = np.full(len(self.layers), self.budget.used)  # that a row of a layer leaves in steps of few rows
-        self.prompt_taken = np.zeros_like(self.taken)  # in a step of a prompt; 0: it ran the layer for few rows alone
+        self.row_ids = self.budget.used + 1  # most ids per row: a shared expert's number stands after the others
+        self.taken = np.full(len(self.layers), self.budget.used)  # by layer, ids per row in steps of few rows
+        self.prompt_taken = np.zeros_like(self.taken)  # ids per row of a prefill step; 0: the layer ran for few rows
         most = len(self.layers) * MAX_DECODE_ROWS * self.row_ids
         self.log = Memory(4 * most)
         self.pinned = itertools.cycle([HostMemory(4 * most, "a log") for _ in range(LOGS)])
         self.prompt: HostMemory | None = None
-        self.prompt_ids: np.ndarray | None = None  # by layer, of a prefill step that is being launched
+        self.prompt_ids: np.ndarray | None = None  # ids by layer, of a prefill step that is being launched
         self.resident = np.zeros((len(self.layers), self.experts), bool)
         self.uses, self.misses = (np.zeros(self.resident.shape, t) for t in (np.int64, np.float32))
         self.turn = 0
@@ -137,14 +137,14 @@ class ExpertStore:
     # -- what ops ask during a step ------------------------------------------------------------------------------------
 
     def log_of(self, layer: int, T: int, taken: int) -> int:
-        """Address to which a step of T rows writes the ids of a layer: (T, taken) int32."""
+        """Return the address to which a step of T rows writes the ids of a layer: (T, taken) int32."""
         i, self.left = self.layers.index(layer), True
         self.taken[i] = taken
         return self.log.address + 4 * i * T * self.row_ids
 
     @contextmanager
     def staged(self, weight: Weight) -> Iterator[Weight]:
-        """The stack for a product of prefill that is launched within; after it the next layer's is copied."""
+        """Provide the stack for a product of prefill launched in the block; then copy the next layer's stack."""
         assert weight.layer is not None
         layer, which = weight.layer, GATE_UP if weight is self.stacks[weight.layer][GATE_UP].weight else DOWN
         for part in (GATE_UP, DOWN)[which:]:
@@ -169,7 +169,7 @@ class ExpertStore:
         self.residency.counters.bytes_read += copied
 
     def log_prompt(self, layer: int, ids: int, T: int, taken: int) -> None:
-        """Copy the ids (T, taken) int32 of a layer of a prefill step to the host, in the order of the stream."""
+        """Copy a layer's ids (T, taken) int32 of a prefill step to the host, in the order of the stream."""
         nbytes, L, i = 4 * T * taken, len(self.layers), self.layers.index(layer)
         if self.prompt is None or self.prompt.nbytes < nbytes * L:
             self._count_all()
@@ -182,15 +182,15 @@ class ExpertStore:
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def step(self, fn: Any, rows: int, T: int, run: Callable[[], R]) -> R:
-        """Run `run`, which launches a step of `rows` rows, T with those that fill the graph; returns its result."""
+        """Call `run`, which launches a step of `rows` real rows, padded to T; returns the result of `run`."""
         if not self.is_open:
             return run()
         if T > MAX_DECODE_ROWS:
-            self._count_all()  # the log of the last one is in the same memory
+            self._count_all()  # the log of the preceding prefill step is in the same memory
         self._advance()
         self.left, self.prompt_ids = False, None
         self.prompt_taken[:] = 0
-        self.staging.held = [None, None]  # what a step that failed has left is not what tables now say
+        self.staging.held = [None, None]  # after a failed step the places may not hold what the tables say
         out = run()
         if self.left:
             self.logs.add(fn)
@@ -203,13 +203,13 @@ class ExpertStore:
         return out
 
     def _count_all(self) -> None:
-        """Count all steps until now."""
+        """Count the logs of all steps so far."""
         while self.logged:
             self.logged[0].done.synchronize()
             self._count(self.logged.popleft())
 
     def _ids(self, T: int) -> np.ndarray:
-        """Return where the ids of the step that has just been launched arrive."""
+        """Return the host memory to which the ids of the step just launched are copied."""
         if self.prompt_ids is not None:
             return self.prompt_ids
         if len(self.logged) == LOGS:
@@ -221,7 +221,7 @@ class ExpertStore:
         return memory.numbers()[:count].reshape(len(self.layers), -1)
 
     def _advance(self) -> None:
-        """Count what steps have left, write tables of copies that have landed, and begin others."""
+        """Count finished logs, update tables for completed copies, and start new copies."""
         while self.logged and self.logged[0].done.done:
             self._count(self.logged.popleft())
         while self.waits and self.waits[0][2].done:
@@ -239,7 +239,7 @@ class ExpertStore:
         missed = (uses > 0) & ~step.resident
         counters.hits += int(np.count_nonzero(uses) - np.count_nonzero(missed))
         counters.misses += int(np.count_nonzero(missed))
-        if step.rows <= MAX_DECODE_ROWS:  # prefill has counted what it copied
+        if step.rows <= MAX_DECODE_ROWS:  # a prefill step counts its copies itself
             sizes = [self._slot_bytes(layer) for layer in self.layers]
             counters.bytes_read += int(np.count_nonzero(missed, axis=1) @ np.array(sizes, np.int64))
             self.misses *= FADE
@@ -248,7 +248,7 @@ class ExpertStore:
         self.uses += uses
 
     def _chosen(self) -> list[Load]:
-        """Choose the experts to copy now, from the layers whose turn it is."""
+        """Choose the experts to copy now, from the layers that are due in this step."""
         loads: list[Load] = []
         for i in range(self.turn % TURNS, len(self.layers), TURNS):
             layer = self.layers[i]
@@ -311,24 +311,24 @@ class ExpertStore:
         return segment.places.address + 8 * expert, address
 
     def stats(self, before: ExpertStats | None = None) -> ExpertStats:
-        """Count what steps did with experts, or did since `before`."""
+        """Return the counts of how all steps, or those since `before`, used experts."""
         self._count_all()
         return self.residency.counters.stats(before)
 
     def link_rate(self) -> float:
-        """Bytes per second that the link to the host carries: the limit of copies, and of experts that are missed."""
+        """Measure the bytes per second of the link to the host, which limits copies and reads of missed experts."""
         return HostMemory(LINK_BYTES, "a measurement").rate(self.copies)
 
     # -- between requests ----------------------------------------------------------------------------------------------
 
     def begin_request(self) -> ExpertStats:
-        """Give slots to the experts that requests have used most, and return what was counted so far."""
+        """Give slots to the experts that requests have used most, and return the counts so far."""
         stats = self.stats()
         if not self.copying:
             self._start(self.residency.swap(self.residency.counts, SWAPS, SWAP_GAIN))
         return stats
 
     def close(self) -> None:
-        """Wait for copies."""
+        """Wait for all copies."""
         self._count_all()
         self.copies.synchronize()

@@ -1,4 +1,4 @@
-"""Table of fusions: the op that a consumer computes in its own launch, instead of reading what the op would write."""
+"""Table of fusions: ops that a consumer computes in its own launch, instead of reading their written result."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +13,7 @@ class Fusion(NamedTuple):
     """Row of the table: `consumer` computes `producer` in its own launch if `holds(producer)`.
 
     kernel    file and function of the launch that computes both
-    computed  fuse even if the float32 rows of the producer exist already, and so compute them twice
+    computed  fuse even if the producer's float32 rows exist already, which computes them twice
     """
 
     consumer: str
@@ -24,7 +24,7 @@ class Fusion(NamedTuple):
 
 
 def _of_128(norm: Lazy) -> bool:
-    """Test whether a launch can cut the rows of a norm into 128 columns each, and read its input in fours."""
+    """Test whether the rows of a norm divide into 128 columns each, and its input can be read four floats at a time."""
     if norm.K % 128:
         return False
     (x,) = norm.inputs
@@ -75,7 +75,7 @@ FUSIONS = (
 
 
 def fused(consumer: str, x: Array) -> Lazy | None:
-    """Return the op behind x if `consumer` computes it in its own launch by the table above; None: it reads x."""
+    """Return the op that produces x if `consumer` computes it by the table above; None: `consumer` reads x."""
     lazy = lazy_of(x)
     return lazy if lazy and _holds(consumer, lazy) else None
 
@@ -88,9 +88,9 @@ def _holds(consumer: str, producer: Lazy) -> bool:
 
 
 def packed_for_product(x: Lazy, packing: Packing) -> tuple[int, int]:
-    """int8 rows of x for a product that finishes a norm, and their sums of squares: Op.emit_deferred.
+    """Return the addresses of int8 rows of x and of their sums of squares, for a product that applies a deferred norm.
 
-    If the address of the squares is 0, x is no such norm, and the rows are complete.
+    If the address of the sums is 0, x is not such a norm, and the rows are complete: Op.emit_deferred.
     """
     if packing not in x.forms.deferred and x.op.emit_deferred and _holds("product", x):
         take = x.context.arena.take
@@ -101,8 +101,8 @@ def packed_for_product(x: Lazy, packing: Packing) -> tuple[int, int]:
 
 
 def dense_for_product(x: Lazy) -> tuple[int, int]:
-    """Prepare rows as `packed_for_product`, in float32 for a router; the same launch writes the experts' int8 rows."""
-    rows = Packing(1, False)  # of types of which whole numbers are summed; experts of others ask again
+    """Return addresses as `packed_for_product`, of float32 rows for a router; one launch also writes int8 rows."""
+    rows = Packing(1, False)  # for types with integer sums; experts of other types request their own form later
     if not x.forms.deferred_dense and x.op.emit_deferred and _holds("product", x):
         take = x.context.arena.take
         packed = take(packed_size(x.K, x.T, rows))

@@ -1,4 +1,4 @@
-"""Matrices expanded to half precision, and their products with many rows by cuBLAS."""
+"""Expand matrices to half precision, and multiply many rows by them with cuBLAS."""
 
 import ctypes
 import os
@@ -22,7 +22,7 @@ CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 0, 1, 68, -1
 
 
 def expand(s: Segment, row: int, n: int, out: int, stream: Stream, dense: int = 0) -> None:
-    """Rows row..row+n of a segment of one expert to the card's `half` at `out`, or to float32 at `dense`."""
+    """Expand rows row to row + n - 1 of a segment of one expert: to `Card.half` at `out`, or to float32 at `dense`."""
     if s.type in UNITS:
         tiles = -(-n // 16)
         units = s.memory.address + row // 128 * s.k_blocks * 8 * UNITS[s.type][1]
@@ -40,7 +40,10 @@ def expand(s: Segment, row: int, n: int, out: int, stream: Stream, dense: int = 
 
 
 def gemm(x: int, w: int, out: int, T: int, rows: int, columns: int, row_stride: int, half: str, stream: Stream) -> None:
-    """out (T, rows) float32 = x (T, columns) w' (rows, columns), of type `half`; in cuBLAS's column order w' x'."""
+    """Compute out (T, rows) float32 = x (T, columns) times w (rows, columns) transposed; x and w have type `half`.
+
+    cuBLAS stores matrices by columns, so that it computes the transpose of `out`.
+    """
     one, zero = ONE.ctypes.data, ZERO.ctypes.data
     types = CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
     shapes = CUBLAS_OP_T, CUBLAS_OP_N, rows, T, columns
@@ -48,7 +51,7 @@ def gemm(x: int, w: int, out: int, T: int, rows: int, columns: int, row_stride: 
     handle = cupy.cuda.device.get_cublas_handle()
     library = _library() if stream.is_captured else None
     if library is None:
-        with stream.cuda:  # CuPy hands its current stream to cuBLAS
+        with stream.cuda:  # cuBLAS uses CuPy's current stream
             cublas.gemmEx(handle, *shapes, one, *left, *right, zero, out, CUDA_R_32F, row_stride, *types)
         return
     status = library.cublasSetStream_v2(handle, stream.ptr) or library.cublasGemmEx(
@@ -60,7 +63,7 @@ def gemm(x: int, w: int, out: int, T: int, rows: int, columns: int, row_stride: 
 
 @cache
 def _library() -> Any:
-    """cuBLAS as CuPy has loaded it, since CuPy's own function refuses a stream that is captured; None: not found."""
+    """Find the cuBLAS library that CuPy has loaded (None: not found): CuPy's own call refuses a captured stream."""
     major = cupy.cuda.runtime.runtimeGetVersion() // 1000
     try:
         library = ctypes.CDLL(f"cublas64_{major}.dll" if os.name == "nt" else f"libcublas.so.{major}")
@@ -78,7 +81,7 @@ def _library() -> Any:
 
 
 def head_matrices(w: Weight, arena: Arena, stream: Stream) -> int:
-    """The address of the matrices of all heads in float16."""
+    """Expand the matrices of all heads to float16 in the arena; return their address."""
     (s,) = w.segments
     size = s.rows * s.columns
     matrices = arena.take(s.experts * size * 2)
@@ -100,9 +103,9 @@ def head_matrices(w: Weight, arena: Arena, stream: Stream) -> int:
 def expand_heads(
     w: Weight, matrices: int, transposed: bool, latents: Plane, n: int, out: Plane, stream: Stream
 ) -> None:
-    """Write the first n latents times the matrix of each head to the heads of `out`, float16.
+    """Multiply the first n latents by the matrix of each head, and write the heads of `out`, float16.
 
-    w         (H, columns of a latent, channels), or where it is `transposed` (H, channels, columns of a latent)
+    w         (H, columns of a latent, channels), or, if `transposed`, (H, channels, columns of a latent)
     matrices  address of `head_matrices` of it
     """
     (s,) = w.segments

@@ -13,9 +13,9 @@ PORTABLE, MAPPED = 1, 2  # flags of cudaHostAlloc
 
 
 class HostMemory:
-    """Pinned memory that lives as long as this object; the device reads it at the same `address`.
+    """Pinned memory that lives as long as this object; host and device read it at the same `address`.
 
-    CuPy's pool would round it up to a power of two. Raises BimetalError where the system pins no more.
+    CuPy's pool would round its size up to a power of two. Raises BimetalError if the system cannot pin so much.
     """
 
     def __init__(self, nbytes: int, what: str):
@@ -23,11 +23,11 @@ class HostMemory:
             self.address: int = cupy.cuda.runtime.hostAlloc(max(nbytes, 1), PORTABLE | MAPPED)
         except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
             raise BimetalError(f"the host cannot pin {nbytes / 1e9:.2f} GB more for {what}: {error}") from None
-        weakref.finalize(self, cupy.cuda.runtime.freeHost, self.address).atexit = False  # the system is faster then
+        weakref.finalize(self, cupy.cuda.runtime.freeHost, self.address).atexit = False  # the system is faster
         self.nbytes = nbytes
 
     def rate(self, stream: Stream) -> float:
-        """Bytes per second of copies to the device."""
+        """Measure the bytes per second of copies to the device."""
         runtime, device = cupy.cuda.runtime, cupy.cuda.alloc(self.nbytes)
         best = float("inf")
         for _ in range(5):
@@ -40,5 +40,5 @@ class HostMemory:
         return self.nbytes / best
 
     def numbers(self) -> np.ndarray:
-        """The memory as int32, for as long as this object lives."""
+        """Return the memory as an int32 array, valid as long as this object lives."""
         return np.ctypeslib.as_array((ctypes.c_int32 * (self.nbytes // 4)).from_address(self.address))

@@ -88,7 +88,7 @@ def expanded_attention(
 ) -> Array:
     T, H, N = q_nope.shape
     step = context.step_of(step, kv.store)
-    if not step.prefill:  # one form for few rows, so that their number does not choose another
+    if not step.prefill:  # one algorithm for few rows, so that bits do not depend on their number
         o = latent_attention(context, head_linear(context, q_nope, w.k_up), q_rope, latent, k_rope, kv, step, scale)
         return head_linear(context, o, w.v_up)
     P, V = q_rope.shape[2], w.v_up.rows
@@ -121,9 +121,9 @@ def expanded_attention(
 
 
 class Queries(NamedTuple):
-    """Float16 queries: their address, the channel at which roped ones begin, and the channels of a row.
+    """Float16 queries: their address, the channel `at` which roped ones begin, and the channels of a row.
 
-    rotated  are the channels before `at` rotated, as latents are?
+    rotated  whether the channels before `at` are rotated, as latents are
     """
 
     address: int
@@ -174,9 +174,9 @@ def _gather(
 
 
 def _whole_rows(context: Context, kv: Latent, slot: int, first: int, n: int, room: int) -> Plane:
-    """n rows of a sequence's cache from position `first` on, float16 in one block and not rotated.
+    """Return n rows of a sequence's cache from position `first` on: float16, in one block, not rotated.
 
-    room  memory for them, where they do not lie in the cache like that
+    room  address of memory to which rows are converted if the cache does not hold them in this form
     """
     if not kv.apart:
         own = kv.rows.of_slot(slot)
