@@ -22,7 +22,7 @@ class Stack:
 
     weight   the stack, with `memory` on the host and the tables that decode steps read
     staged   the stack with the tables that prefill steps read
-    offsets  byte offset of each segment's part of an expert in a slot; next field: the bytes of all parts
+    offsets  byte offset of each segment's part of an expert in a slot; slot_bytes: bytes of all parts
     """
 
     weight: Weight

@@ -1,4 +1,4 @@
-"""Kernels, compiled from CUDA C++, with launches typed by their prototypes; streams; and captured graphs."""
+"""Kernels compiled from CUDA C++, whose prototypes give the types of a launch's arguments; streams; captured graphs."""
 
 import ctypes
 import operator
@@ -20,12 +20,12 @@ from cuda_backend.staged import StagedCopies
 class Stream:
     """A CUDA stream, with the state that its next launch depends on.
 
-    overlaps  launches may begin before the previous kernel has ended; set while a graph is captured
-    joined    the stream has just waited for another stream: the next launch must not overlap
+    overlaps     launches may begin before the previous kernel has ended; set while a graph is captured
+    joined       the stream has just waited for another stream: the next launch must not overlap
     is_captured  launches go to a graph
-    launches  number of kernels launched, including those of replayed graphs
-    copies    of its results to the host, beside it
-    staged    copies of large arrays from the host
+    launches     number of kernels launched, including those of replayed graphs
+    copies       copies to the host that run beside this stream
+    staged       copies of large arrays from the host
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Stream:
         event.record(self.cuda)
 
     def wait(self, event: cupy.cuda.Event) -> None:
-        """Let what follows on this stream begin when `event`, recorded on another stream, has happened."""
+        """Make later work of this stream wait for `event`, recorded on another stream."""
         self.cuda.wait_event(event)
         self.joined = True
 
@@ -53,8 +53,8 @@ class Stream:
 class Kernel:
     """A compiled function, whose launch converts Python numbers to the types of the parameters.
 
-    In a captured graph, on compute capability 9.0 and newer, its launch may overlap the end of the kernel before it:
-    every kernel of ours waits (prelude.cuh `depend`) before it touches what a step writes.
+    In a captured graph, on compute capability 9.0 and newer, the kernel may begin before the preceding one has ended.
+    Each of our kernels therefore waits (prelude.cuh `depend`) before it accesses memory that a step writes.
     """
 
     def __init__(self, raw: Any, parameters: Sequence[str]):
@@ -93,7 +93,7 @@ class Kernel:
 
 @cache
 def converter(dtype: np.dtype) -> Callable[[Any], Any]:
-    """Return the function that makes a launch's argument of a number, or refuses a record of another type."""
+    """Return the function that converts a number to a launch's argument, or refuses a record of another type."""
     if dtype.names:
 
         def record(value: Any) -> Any:
@@ -109,7 +109,7 @@ def converter(dtype: np.dtype) -> Callable[[Any], Any]:
 
 
 class Graph:
-    """Launches on a stream, and on others that wait for it, captured from now until `end`, to be replayed."""
+    """Capture launches, on a stream and on others that wait for it, from now until `end`; `play` replays them."""
 
     def __init__(self, streams: Sequence[Stream], overlap: bool):
         self.streams = streams
@@ -123,7 +123,7 @@ class Graph:
         for stream, before in zip(self.streams, self.before, strict=True):
             stream.overlaps = stream.is_captured = False
             self.kernels += stream.launches - before
-            stream.launches = before  # none has run yet
+            stream.launches = before  # no captured launch has run yet
         self.graph = self.streams[0].cuda.end_capture()
 
     def play(self) -> None:
@@ -152,11 +152,11 @@ def _driver() -> ctypes.CDLL:
 def kernel(
     stem: str, name: str, defines: tuple[str, ...] = (), shared: int = 0, second: tuple[str, ...] = ()
 ) -> Kernel:
-    """The function `name` of kernels/<stem>.cu, compiled on first use and kept in CuPy's cache on disk.
+    """Return the function `name` of kernels/<stem>.cu, compiled on first use and kept in CuPy's cache on disk.
 
-    defines  preprocessor definitions, "COLS=8"
-    shared   most dynamic shared memory of a launch, bytes
-    second   definitions of a second matrix: sources.py `source`
+    defines  preprocessor definitions, as "COLS=8"
+    shared   largest dynamic shared memory of a launch, bytes
+    second   preprocessor definitions of a second matrix: sources.py `source`
     """
     return _kernel(cupy.cuda.runtime.getDevice(), stem, name, defines, shared, second)
 
@@ -165,7 +165,7 @@ def kernel(
 def _kernel(
     device: int, stem: str, name: str, defines: tuple[str, ...], shared: int, second: tuple[str, ...]
 ) -> Kernel:
-    """The function on the current device, which is `device`: each has its own, with its own shared memory."""
+    """Return the function for the current GPU, which is `device`; each GPU has its own, with its own shared memory."""
     try:
         function = _module(device, stem, defines, second).get_function(name)
         _ = function.kernel  # compiles it
@@ -173,7 +173,7 @@ def _kernel(
         raise BimetalError(f"NVRTC cannot compile kernels/{stem}.cu: {str(error).splitlines()[0]}") from error
     except (ImportError, OSError, RuntimeError) as error:
         raise (no_compiler(error) or error) from error
-    if shared > 46 * 1024:  # above 48 KB, with what a kernel declares itself, shared memory is asked for
+    if shared > 46 * 1024:  # more than 48 KB, with what a kernel declares itself, must be requested
         function.max_dynamic_shared_size_bytes = shared
     return Kernel(function, _prototypes(stem)[name])
 
@@ -189,7 +189,7 @@ def _prototypes(stem: str) -> dict[str, tuple[str, ...]]:
 
 
 def check_compiler() -> None:
-    """Raises BimetalError with what to install where kernels cannot be compiled."""
+    """Raise BimetalError that says what to install if kernels cannot be compiled."""
     try:
         cupy.cuda.nvrtc.getVersion()
     except (ImportError, OSError, RuntimeError) as error:
@@ -197,7 +197,7 @@ def check_compiler() -> None:
 
 
 def no_compiler(error: Exception) -> BimetalError | None:
-    """Explain what to install where `error` says that CUDA's compiler is missing."""
+    """Return an error that says what to install if `error` means that CUDA's compiler is missing; else None."""
     if "nvrtc" not in str(error).lower():
         return None
     return BimetalError(

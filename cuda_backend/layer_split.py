@@ -1,8 +1,9 @@
-"""A model split by layers over several GPUs: the rows of a step pass from one GPU to the next.
+"""Pipeline parallelism: a model's layers are split over several GPUs, and the rows of a step pass from GPU to GPU.
 
-An op runs on the GPU of its weight or state, or else of its first array; other arrays are copied there. `scope` copies
-the residual rows to the GPU of the layer. A captured step is one graph per stretch of layers on one GPU. It never waits
-for the host, so that the first GPU can run a step of other sequences while the next GPU runs this one: `micro_batches`.
+An op runs on the GPU of its weight or state, or without one on that of its first array; other arrays are copied there.
+`scope` copies the residual rows to the GPU of the layer. A captured step is one graph per range of layers on one GPU.
+It never waits for the host, so that the first GPU can run a step of other sequences while the next GPU runs this one:
+`micro_batches`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from cuda_backend.several_gpus import SeveralGpus, check_devices, connect, each,
 
 
 def forwarded(name: str) -> Any:
-    """The op `name` on the GPU that its arguments choose."""
+    """Make a method that runs the op `name` on the GPU that its arguments determine."""
 
     def op(self: "LayerSplitOps", *args: Any, **options: Any) -> Any:
         gpu = gpu_of(list(leaves(args)))
@@ -41,7 +42,7 @@ def forwarded(name: str) -> Any:
 
 
 def gpu_of(args: Sequence[Any]) -> Gpu:
-    """Find the GPU of the first weight or state, else of the first array."""
+    """Find the GPU of the first weight or state among `args`, or without one that of the first array."""
     return next(x.gpu for kind in (Held, Value) for x in args if isinstance(x, kind))
 
 
@@ -111,7 +112,7 @@ class LayerSplitOps(SeveralGpus):
         return MultiGpuPool(pools, layers)
 
     def _batches(self, slots: int) -> int:
-        """Micro-batches that so many sequences may be divided among."""
+        """Return the number of micro-batches among which `slots` sequences are divided."""
         return min(slots, self.micro_batches)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ class LayerSplitOps(SeveralGpus):
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _local(self, x: Any, gpu: Gpu) -> Any:
-        """An argument as the ops of `gpu` take it."""
+        """Convert an argument to what the ops of `gpu` take."""
         if isinstance(x, Held):
             return x.value
         if isinstance(x, MultiGpuStep):
@@ -204,7 +205,7 @@ def open_gpus(
     sizes: Callable[[Ops], Sequence[int]],
     make: Callable[[], CudaOps],
 ) -> Ops:
-    """Ops on the GPUs `devices`: see `cuda_backend.open_devices`."""
+    """Make the ops for the GPUs `devices`, as `cuda_backend.open_devices` describes."""
     chosen = [*devices, *([] if draft is None else [draft])]
     check_devices(devices, chosen)
     if len(set(chosen)) == 1:
@@ -226,7 +227,7 @@ def open_gpus(
 
 
 def shared_out(sizes: Sequence[int], split: Sequence[float]) -> list[int]:
-    """Assign layers of given bytes to shares: contiguous ranges, close to the proportions, none empty."""
+    """Assign layers of `sizes` bytes to shares: contiguous ranges, close to the proportions `split`, none empty."""
     if len(split) > len(sizes):
         raise UsageError(f"the model has {len(sizes)} layers, too few for {len(split)} GPUs")
     before = np.concatenate([[0], np.cumsum(sizes)])  # bytes of the layers before a cut

@@ -1,8 +1,8 @@
-"""Lazy row-wise ops: records of op, inputs and parameters, which are launched when their consumer is known.
+"""Lazy row-wise ops: records of an op, its inputs and its parameters, launched when their consumer is known.
 
 A quantized product reads int8 rows (`packed`), cuBLAS half precision (`product`), other ops float32 (`dense`). The
-consumer requests a form, and one launch computes the op and writes it. fuse.py lists the consumers that compute the op
-in their own launch instead.
+consumer requests one of these forms, and one launch computes the op and writes the form. fuse.py lists the consumers
+that compute the op in their own launch instead.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ class Op:
 
     name           key of the op in fuse.FUSIONS
     emit           launches the op, which writes the forms of a Target
-    emit_deferred  for norms: as `emit`, but does not multiply rows by 1 / rms; it writes sums of squares of 128 columns
-                   each, (T, K / 128), to an address, from which the consumer computes that factor
+    emit_deferred  for norms: as `emit`, but does not multiply rows by 1 / rms; it also writes sums of squares of 128
+                   columns each, (T, K / 128) float32, from which the consumer computes that factor
     """
 
     name: str
@@ -40,7 +40,7 @@ class Op:
 
 @dataclass
 class Forms:
-    """Addresses of the forms of an op that have been computed; 0, or no entry, for the others.
+    """Addresses of the computed forms of an op; 0, or no entry, for a form that is not computed.
 
     deferred  rows of a norm without the factor 1 / rms, and their sums of squares: Op.emit_deferred
     """
@@ -57,7 +57,7 @@ class Forms:
 
 @dataclass(frozen=True, eq=False)
 class Lazy:
-    """(T, K) float32 that `op` will compute from `inputs`, each form at most once, launched on `context.stream`."""
+    """Array (T, K) that `op` computes from `inputs`, each form at most once, launched on `context.stream`."""
 
     context: Context
     op: Op
@@ -80,25 +80,25 @@ class Lazy:
         return self.forms.product
 
     def as_packed(self, packing: Packing) -> int:
-        """int8 rows for a product."""
+        """Compute int8 rows for a product, if necessary, and return their address."""
         if packing not in self.forms.packed:
             packed = self.forms.packed[packing] = self.context.arena.take(packed_size(self.K, self.T, packing))
             self.op.emit(self, Target(packed=packed, packing=packing))
         return self.forms.packed[packing]
 
     def on(self, context: Context) -> "Lazy":
-        """Return a copy of this op and its inputs to be launched on another stream, with its own record of forms."""
+        """Return a copy of this op and its inputs, with its own forms, to be launched on another stream."""
         return replace(
             self, context=context, inputs=tuple(moved(x, context) for x in self.inputs), forms=self.forms.copy()
         )
 
 
 def lazy_of(x: Array) -> Lazy | None:
-    """Return the op of which x is the whole result, if x is not computed yet; else None."""
+    """Return the op whose whole result is x, if x is not computed yet; else None."""
     return x.lazy if isinstance(x.lazy, Lazy) else None
 
 
 def moved(x: Array, context: Context) -> Array:
-    """x, to be computed on the stream of `context` if it has not been computed."""
+    """Return x, to be computed on the stream of `context` unless it is computed already."""
     lazy = lazy_of(x)
     return Array(x.shape, lazy=lazy.on(context)) if lazy else x

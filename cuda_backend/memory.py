@@ -12,13 +12,13 @@ from common.errors import BimetalError
 from cuda_backend.launch import Stream
 
 ALIGN = 256
-LARGE = 1 << 20  # bytes from which several threads copy an array sooner than the driver
+LARGE = 1 << 20  # bytes from which several threads copy an array faster than the driver
 
 
 def limit(nbytes: int, devices: Sequence[int] = ()) -> None:
     """Let this process take at most `nbytes` of the memory of each of `devices`, by default the current GPU.
 
-    CUDA's context and libraries come on top.
+    CUDA's context and libraries take memory in addition.
     """
     pool = cupy.get_default_memory_pool()
     for index in devices or (cupy.cuda.runtime.getDevice(),):
@@ -27,7 +27,7 @@ def limit(nbytes: int, devices: Sequence[int] = ()) -> None:
 
 
 def room() -> tuple[int, int]:
-    """Return (bytes of the current GPU that this process may still allocate, bytes that it may allocate in all)."""
+    """Return (bytes that this process may still allocate on the current GPU, bytes that it may allocate in all)."""
     free, total = cupy.cuda.runtime.memGetInfo()
     pool = cupy.get_default_memory_pool()
     most = pool.get_limit()
@@ -35,7 +35,7 @@ def room() -> tuple[int, int]:
 
 
 def give_back() -> None:
-    """Return the unused memory of CuPy's pool to the driver, after a collection of garbage."""
+    """Collect garbage, and return the unused memory of CuPy's pool to the driver."""
     gc.collect()
     give_back_blocks()
 
@@ -48,8 +48,8 @@ def give_back_blocks() -> None:
 class Memory:
     """Device memory that lives as long as this object.
 
-    stream  the only stream that uses it; after it is freed, kernels launched there may still read it, so that the pool
-            reuses it for this stream alone
+    stream  the only stream that uses the memory; kernels launched there may still read it after it is freed, since the
+            pool reuses it for this stream alone
     """
 
     def __init__(self, nbytes: int, stream: Stream | None = None):
@@ -64,7 +64,7 @@ def _allocate(nbytes: int, stream: Stream | None) -> Any:
             with stream.cuda if stream else nullcontext():
                 return cupy.cuda.alloc(nbytes)
         except cupy.cuda.memory.OutOfMemoryError:
-            if again:  # what the pool keeps for others counts to its limit
+            if again:  # unused memory that the pool keeps for other streams counts towards its limit
                 give_back()
     (free, total), device = room(), cupy.cuda.runtime.getDevice()
     if cupy.get_default_memory_pool().get_limit() == total:
@@ -77,14 +77,14 @@ def _allocate(nbytes: int, stream: Stream | None) -> Any:
 
 
 def upload(array: np.ndarray, stream: Stream) -> Memory:
-    """Copy a contiguous array to the device; returns when the caller may overwrite the array."""
+    """Copy a contiguous array to new device memory; returns when the caller may overwrite the array."""
     memory = Memory(array.nbytes, stream)
     copy_in(memory.address, array, stream)
     return memory
 
 
 def copy_in(address: int, array: np.ndarray, stream: Stream) -> None:
-    """Copy a contiguous array from pageable memory, which has been read when this returns."""
+    """Copy a contiguous array from pageable memory to `address`; returns when the array has been read."""
     if array.nbytes >= LARGE:
         stream.staged.copy(address, array)
         return
@@ -94,13 +94,13 @@ def copy_in(address: int, array: np.ndarray, stream: Stream) -> None:
 
 
 class Arena:
-    """Memory for what one step computes, in two halves: `turn` frees the half that was used before the current one.
+    """Memory for the outputs of ops in a step, in four parts.
 
-    A layer's output survives the next layer and no longer. What must last until the end of the step is in a third part.
-    A fourth holds what lasts until the end of a layer, so that one layer's serves the next. Memory that a captured
-    graph uses is never freed.
+    Layers use the first two parts, the halves, alternately: `turn` frees the half that was used before the current one,
+    so that a layer's output lasts until the end of the next layer. The third part lasts until the end of the step. The
+    fourth lasts until the end of a layer, and all layers reuse it. Memory that a captured graph uses is never freed.
 
-    steps  number of steps so far that took memory here: those that were launched or captured, not the replayed ones
+    steps  number of steps so far that took memory here: those launched or captured, not the replayed ones
     """
 
     CHUNK = 32 << 20
@@ -108,7 +108,7 @@ class Arena:
     def __init__(self) -> None:
         self.parts: list[list[Memory]] = [[], [], [], []]
         self.passing = Memory(0)
-        self.frozen = False  # while a graph is captured, whose addresses must not come from anyone else
+        self.frozen = False  # True while a graph is captured: its addresses must stay the graph's own
         self.steps = 0
         self.reset()
 
@@ -127,7 +127,7 @@ class Arena:
         return self._take(nbytes, 2 if lasting else self.half)
 
     def take_for_layer(self, nbytes: int, most: int) -> int:
-        """Allocate memory until `turn`, of which a step may need as many bytes as `most`: steps share one chunk."""
+        """Allocate `nbytes` until `turn`; a new chunk has at least `most` bytes, so that larger steps fit in it."""
         return self._take(nbytes, 3, most)
 
     def _take(self, nbytes: int, part: int, most: int = 0) -> int:
@@ -151,7 +151,7 @@ class Arena:
             if self.frozen:
                 raise RuntimeError("a captured step took more scratch memory than the same step run before it")
             stream.synchronize()
-            self.passing = Memory(0)  # the old memory goes before the new one is taken
+            self.passing = Memory(0)  # free the old memory before the new one is allocated
             self.passing = Memory(nbytes)
         return self.passing.address
 

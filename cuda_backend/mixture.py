@@ -24,11 +24,11 @@ from cuda_backend.weights import Weight
 
 
 class Router(NamedTuple):
-    """Parameters by which rows choose among experts.
+    """Parameters of the choice of experts.
 
-    bias    address of what is added to sigmoid scores before the choice, 0 for softmax
-    shared  a shared expert is matrix number E of the same launches
-    gate    of the shared expert's weight, sigmoid(gate); None: its weight is 1
+    bias    address of the bias added to sigmoid scores before the choice; 0: softmax
+    shared  whether a shared expert is matrix number E of the same launches
+    gate    gate of the shared expert, whose weight is sigmoid(gate); None: its weight is 1
     """
 
     top_k: int
@@ -67,10 +67,12 @@ def moe(context: Context, x: Array, gate_up: Weight, down: Weight, ids: Array, w
 def moe_ffn(
     context: Context, x: Array, matrix: Weight, router: Router, experts: Experts, shared_gate: Weight | None
 ) -> Array:
-    """Compute Ops.moe_ffn. A shared expert of the experts' type is one more matrix of their launches, else a branch.
+    """Compute `Ops.moe_ffn`.
 
-    matrix       the router's
-    shared_gate  of the gate on the shared expert, None without
+    A shared expert of the experts' type is one more matrix of their launches, one of another type a branch.
+
+    matrix       matrix of the router
+    shared_gate  matrix of the gate on the shared expert; None: no gate
     """
     shared_gate_up, shared_down = experts.shared_gate_up, experts.shared_down
     assert shared_gate_up
@@ -94,9 +96,9 @@ def moe_ffn(
 def _chosen(
     context: Context, x: Array, matrix: Weight, router: Router, experts: Experts, shared_gate: Weight | None
 ) -> Array:
-    """Compute the experts that each row chooses, weighted and added up: first the choice, then the products."""
+    """Choose experts for each row, multiply by them, and return the weighted sums."""
     logits = rows.linear(context, x, matrix)
-    if context.routing and experts.gate_up.layer is not None:  # the router takes its time, and is not asked
+    if context.routing and experts.gate_up.layer is not None:  # the router is computed for its time; the trace decides
         logits = context.routing.logits_of(experts.gate_up.layer, x.shape[0])
     router = router._replace(gate=rows.linear(context, x, shared_gate) if shared_gate else None)
     log = _log(context, experts.gate_up, x.shape[0], router.taken)
@@ -109,7 +111,7 @@ def _chosen(
 
 
 def _experts_of_one(context: Context, x: Array, experts: Experts, choice: np.ndarray, weights: Array) -> Array:
-    """Compute the experts of one row; the products choose them and fill the weights: kernels/choose.cuh Choice."""
+    """Compute the experts of one row; the products choose them and write their weights: kernels/choose.cuh Choice."""
     gate_up, down, shared_gate_up, shared_down = experts
     y = chosen_linear(context, rows.as_lazy(context, x), gate_up, shared_gate_up, choice)
     y = chosen_linear(context, y, down, shared_down, choice)
@@ -132,14 +134,14 @@ def _experts(context: Context, x: Array, experts: Experts, groups: Groups, weigh
 
 
 def _log(context: Context, experts: Weight, T: int, taken: int) -> int:
-    """Address to which a step of T rows writes the experts that it chooses, 0 where nobody reads them."""
+    """Return the address to which a step of T rows writes the experts that it chooses; 0: nobody reads them."""
     if context.experts is None or experts.layer is None:
         return 0
     return context.experts.log_of(experts.layer, T, taken)
 
 
 def _for_rows(context: Context, experts: Weight, T: int) -> AbstractContextManager[Weight]:
-    """Return the experts for the launches in the block; for a prefill step all of them are in GPU memory."""
+    """Provide the experts for the launches in the block; for a prefill step all of them are in GPU memory."""
     if context.experts is None or experts.layer is None or T <= MAX_DECODE_ROWS:
         return nullcontext(experts)
     return context.experts.staged(experts)
@@ -148,11 +150,11 @@ def _for_rows(context: Context, experts: Weight, T: int) -> AbstractContextManag
 def _beside(
     context: Context, x: Array, first: Callable[[Context, Array], Array], second: Callable[[Array], Array]
 ) -> tuple[Array, Array]:
-    """first(branch, x) and second(x), the first as a branch of the graph."""
+    """Compute first(branch, x) and second(x), the first as a branch of the graph."""
     main, side, branch = context.stream, context.side, context.branch()
     lazy = lazy_of(x)
     if lazy:
-        dense_for_product(lazy)  # for both; another form is each one's own
+        dense_for_product(lazy)  # both read these forms; each computes any other form itself
     main.record(context.forked)
     side.wait(context.forked)
     y = moved(first(branch, moved(x, branch)), context)
@@ -193,7 +195,7 @@ EXPERTS = Op("experts", _emit_experts)
 
 
 def _route(context: Context, logits: Array, router: Router, log: int = 0) -> tuple[Array, Array]:
-    """Ids, at the address `log` if there is one, and weights (T, taken); a shared expert's, number E, comes last."""
+    """Return ids, written to `log` if it is not 0, and weights, (T, taken) each; a shared expert, E, comes last."""
     T, E = logits.shape
     if E > 512:
         raise BimetalError(f"a router chooses among {E} experts; the CUDA kernels take at most 512")
@@ -225,23 +227,23 @@ def _choice(context: Context, logits: Array, router: Router, weights: Array, ids
 
 
 def head_linear(context: Context, x: Array, w: Weight) -> Array:
-    """Each head by its own matrix: x (T, H, columns), w (H, rows, columns) -> (T, H, rows)"""
+    """Multiply each head by its own matrix: x (T, H, columns), w (H, rows, columns) -> (T, H, rows) float32."""
     T, H, C = x.shape
     y = _heads_of_one_row(context, x, w) if T == 1 else None
     if y:
         return y
     lazy = lazy_of(x)
-    if not lazy or C % 256:  # else the packed heads of a row are packed rows one after the other
+    if not lazy or C % 256:  # otherwise each packed head is a packed row, and the heads of a row are adjacent
         flat = Array((T * H, C), x.address) if lazy else x.reshape(T * H, C)
         lazy = rows.as_lazy(context, flat)
     return grouped_linear(context, lazy, w, _head_groups(context, T, H), 1).reshape(T, H, w.rows)
 
 
 def _heads_of_one_row(context: Context, x: Array, w: Weight) -> Array | None:
-    """head_linear of x (1, H, columns), packed where a product reads it packed; None: not in this way."""
+    """Compute `head_linear` of x (1, H, columns), packed if a product reads it packed; None: kernels cannot."""
     _, H, C = x.shape
     lazy = lazy_of(x)
-    packs = lazy is not None and C % 256 == 0  # else packed heads are no packed rows one after the other
+    packs = lazy is not None and C % 256 == 0  # otherwise a packed head is not a packed row
     heads = x.reshape(H, C) if not packs else x
     if not is_packed(w) or len(w.segments) > 1 or not (packs or float4_aligned(heads)):
         return None
@@ -260,7 +262,7 @@ HEAD_PRODUCTS = Op("head products", _emit_head_products)
 
 
 def _head_groups(context: Context, T: int, H: int) -> Groups:
-    """Rows (t, head) of which each takes the matrix of its head."""
+    """Return the groups of rows (t, head), each multiplied by the matrix of its head."""
     if (T, H) in context.groups:
         return context.groups[T, H]
     cols = 8 if T <= MAX_DECODE_ROWS else PREFILL_COLS
@@ -272,6 +274,6 @@ def _head_groups(context: Context, T: int, H: int) -> Groups:
     at = memory.address
     ends = at + table.nbytes, at + table.nbytes + order.nbytes
     made = Groups(ends[1], at, ends[0], T * H, len(groups), cols, 0, memory)
-    if T <= MAX_DECODE_ROWS:  # captured graphs point to it
+    if T <= MAX_DECODE_ROWS:  # keep the tables, whose addresses captured graphs have
         context.groups[T, H] = made
     return made

@@ -1,4 +1,4 @@
-"""States of sequences on several GPUs: a pool on each, of its layers or its part of every layer, with equal slots."""
+"""States of sequences on several GPUs: a pool per GPU, of its layers or its part of every layer, with equal slots."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,14 +60,14 @@ class Share:
 class MultiGpuPool:
     """The states of up to `slots` sequences of at most `capacity` tokens, computed together in one step.
 
-    The pools of all GPUs have equal numbers of slots and pages, which are taken and freed together, so that the first
-    pool knows whether pages are short.
+    The pools of all GPUs have equal numbers of slots and pages, taken and freed together, so that the first pool alone
+    knows whether enough pages are free.
 
     pools   the pool of each GPU; some may have no layers
     layers  `pool[i].kv`, ... of all layers, as the ops of these GPUs receive them
     """
 
-    length = 0  # of no one sequence
+    length = 0  # a pool has no single length
 
     def __init__(self, pools: Mapping[Gpu, CudaPool], layers: Sequence[SimpleNamespace]):
         self.pools, self.layers = pools, layers
@@ -83,26 +83,26 @@ class MultiGpuPool:
         return self
 
     def new_state(self) -> "MultiGpuState":
-        """A vacant slot as the state of a new sequence; the slot is vacant again when the state is gone."""
+        """Return a vacant slot as the state of a new sequence; the slot becomes vacant when the state is deleted."""
         return MultiGpuState(self)
 
     @property
     def lengths(self) -> list[int]:
-        """Committed tokens of each slot."""
+        """Return the committed tokens of each slot."""
         return self.first.lengths
 
     @property
     def free_tokens(self) -> int | None:
-        """Tokens for which pages are free on every GPU; None: each sequence has room for all of its own."""
+        """Count the tokens for which pages are free on every GPU; None: each sequence has its own memory."""
         free = [tokens for pool in self.pools.values() if (tokens := pool.free_tokens) is not None]
         return min(free, default=None)
 
     def runs(self, step: Step) -> Sequence[Run]:
-        """The rows of each sequence of a step, whose `slots` are the pool's."""
+        """Return the runs of a step, the rows of each sequence; `step.slots` are slots of this pool."""
         return self.first.runs(step)
 
     def note_runs(self, step: Step, runs: Sequence[Run]) -> None:
-        """Note a step that is about to be launched, and its runs; NoRoomError where pages for its rows are short."""
+        """Note a step that is about to be launched, and its runs; raises NoRoomError if too few pages are free."""
         for gpu, pool in self.pools.items():
             with gpu.device:
                 pool.note_runs(step, runs)
@@ -117,7 +117,7 @@ class MultiGpuPool:
 
 
 class MultiGpuState(State):
-    """One sequence's slot of a pool; `shares` is what each GPU has of it."""
+    """One sequence's slot of a pool; `shares` has each GPU's part of its state."""
 
     def __init__(self, pool: MultiGpuPool):
         self.pool: MultiGpuPool = pool
@@ -130,7 +130,7 @@ class MultiGpuState(State):
 
     @property
     def saving(self) -> tuple[int, int | None]:
-        """Bytes of all GPUs, of which each has a share."""
+        """Return (bytes that wait for their copies, most that may wait), summed over all GPUs."""
         waiting = most = 0
         for gpu, share in self.shares.items():
             with gpu.device:
@@ -151,7 +151,7 @@ class MultiGpuState(State):
         return self.pool.calibrates
 
     def runs(self, step: Step) -> list[Run]:
-        """The rows of a step, which are all this sequence's, whatever slot they name."""
+        """Return the runs of a step, whose rows all belong to this sequence, whatever slot they name."""
         return next(iter(self.shares.values())).runs(step)
 
     def _all(self) -> list[Any]:

@@ -1,7 +1,8 @@
 """All-reduce and all-gather of rows by NCCL, for GPUs without access to each other's memory.
 
 NCCL only copies every part to every GPU. The consumer of a sum adds the parts as partial sums in the order of the
-ranks, so that results are bitwise those of exchange.py. NCCL's own sums depend on the message size from three GPUs on.
+ranks, so that results are bitwise identical to those of exchange.py. With three or more GPUs, the bits of NCCL's own
+sums depend on the message size.
 """
 
 import ctypes
@@ -22,7 +23,7 @@ from cuda_backend.relay import Gpu
 
 
 def find_nccl() -> ModuleType | None:
-    """CuPy's bindings of NCCL; None where its library is missing."""
+    """Import CuPy's bindings of NCCL; None if NCCL's library is missing."""
     try:
         from cupy.cuda import nccl
     except ImportError:
@@ -36,10 +37,10 @@ def package() -> str:
 
 
 class NcclExchange:
-    """Exchange by NCCL: a communicator for each of `gpus`, whose places are the ranks, in one process.
+    """Exchange by NCCL in one process: a communicator per GPU; a rank is an index into `gpus`.
 
-    index, passed  as of Exchange, as `fuses` of a sum
-    is_over        a GPU waits for another one that has ended its step
+    index, passed  as in `Exchange`, like the argument `fuses` of `sum`
+    is_over        whether a GPU waits for another GPU that has ended its step
     """
 
     def __init__(self, gpus: Sequence[Gpu], nccl: ModuleType, seconds: float = SECONDS):
@@ -49,19 +50,19 @@ class NcclExchange:
         self.communicators = _communicators(nccl, tuple(gpu.index for gpu in gpus))
 
     def begin(self) -> None:
-        """Refuse the next step where a GPU still waits in an earlier one: raises BimetalError."""
+        """Prepare a step; raises BimetalError if a GPU still waits in an earlier one."""
         if self.is_over:
             raise BimetalError(f"GPUs {self._names} have lost one another; start the program again")
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The launches of a step, as they come or captured."""
+        """Surround the launches of a step, eager or captured."""
         self.index = 0
         yield
         self.passed += self.index
 
     def sum(self, xs: Sequence[Array], fuses: bool = False) -> list[Array]:
-        """The sum of `xs`, (T, K) each, on every GPU, as one partial sum of each rank, which any consumer adds up."""
+        """Return the sum of `xs`, (T, K) each, on every GPU: one partial sum per rank, which any consumer adds up."""
         T, K = xs[0].shape
         if not T:
             return list(xs)
@@ -69,7 +70,7 @@ class NcclExchange:
         return [Array((T, K), part, partials=len(self.gpus), partial_stride=T * K) for part in parts]
 
     def gather(self, xs: Sequence[Array]) -> list[Array]:
-        """The columns of `xs`, (T, K) each, beside one another on every GPU: (T, ranks * K)."""
+        """Concatenate the columns of `xs`, (T, K) each, on every GPU: (T, ranks * K)."""
         (T, K), n, outs = xs[0].shape, len(self.gpus), list[Array]()
         for gpu, part in zip(self.gpus, self._all_of(xs) if T else [0] * n, strict=True):
             with gpu.device:
@@ -78,7 +79,7 @@ class NcclExchange:
         return outs
 
     def _all_of(self, xs: Sequence[Array]) -> list[int]:
-        """Bring the parts `xs`, (T, K) each, to every GPU; return where each has them: (ranks, T, K) float32."""
+        """Copy the parts `xs`, (T, K) each, to every GPU; return their address on each: (ranks, T, K) float32."""
         sent, received = list[Array](), list[int]()
         for gpu, x in zip(self.gpus, xs, strict=True):
             with gpu.device:
@@ -89,7 +90,7 @@ class NcclExchange:
             for gpu, communicator, x, to in zip(self.gpus, self.communicators, sent, received, strict=True):
                 stream = gpu.context.stream
                 communicator.allGather(x.address, to, x.size, self.nccl.NCCL_FLOAT32, stream.ptr)
-                stream.joined = True  # NCCL may have let it wait for a stream of its own
+                stream.joined = True  # NCCL may have made it wait for one of its own streams
         finally:
             self.nccl.groupEnd()
         self.index += 1
@@ -98,7 +99,7 @@ class NcclExchange:
     # -- what may go wrong ---------------------------------------------------------------------------------------------
 
     def renew(self) -> None:
-        """After a step that did not end: wait for all GPUs; BimetalError where one still waits for another."""
+        """Wait for all GPUs after a step that failed; raises BimetalError if a GPU still waits for another one."""
         self.index = self.passed = 0
         until = time.monotonic() + self.seconds
         for gpu in self.gpus:
@@ -113,7 +114,7 @@ class NcclExchange:
                     time.sleep(1e-3)
 
     def check(self) -> None:
-        """Raises BimetalError where NCCL has met an error."""
+        """Raise BimetalError if NCCL reports an error."""
         try:
             for communicator in self.communicators:
                 communicator.check_async_error()
@@ -127,10 +128,10 @@ class NcclExchange:
 
 @cache
 def _communicators(nccl: ModuleType, devices: tuple[int, ...]) -> Sequence[Any]:
-    """A communicator of each GPU, which all models on these GPUs share and which last as long as the process.
+    """Make a communicator per GPU, which all models on these GPUs share, and which lasts as long as the process.
 
-    CuPy destroys a communicator with its object, and NCCL's destruction waits until all graphs that contain its calls
-    are gone, which Python may free later: a deadlock.
+    CuPy destroys a communicator with its object. NCCL then waits until all graphs that contain its calls are freed;
+    Python may free these graphs later, which would be a deadlock.
     """
     try:
         communicators = nccl.NcclCommunicator.initAll(list(devices))

@@ -1,7 +1,7 @@
-"""Resources of cards, as data: shared memory, L2, and the registers of products by compute capability.
+"""Resources of GPUs, as data: shared memory, L2, and the registers of products, by compute capability.
 
-Launchers read a `Card` from the device (card.py). Tests compile every kernel for the cards of CARDS, whose speed
-docs/cuda.md predicts. Needs neither CuPy nor a GPU.
+Launchers read a `Card` from the device (card.py). Tests compile every kernel for the GPUs of CARDS, whose speed
+docs/cuda.md predicts. This module needs neither CuPy nor a GPU.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from typing import NamedTuple
 class Card:
     """Properties of a GPU that launches depend on, read once. A multiprocessor has 65,536 registers.
 
-    sms           multiprocessors
-    shared        shared memory of one, and the most that a block may take, bytes
+    sms           number of multiprocessors
+    shared        bytes of shared memory per multiprocessor; block_shared: most bytes that a block may take
     """
 
     name: str
@@ -24,22 +24,22 @@ class Card:
 
     @property
     def blocks(self) -> int:
-        """Count a product's CTAs per multiprocessor: with 100 KB of shared memory, two would have too small a ring."""
+        """Count a product's CTAs per multiprocessor: with 100 KB of shared memory, two rings would be too small."""
         return 2 if self.shared > 128 << 10 else 1
 
     @property
     def half(self) -> str:
-        """The type of which cuBLAS multiplies many rows: before 8.0 tensor cores have no bf16."""
+        """Name the type of operands with which cuBLAS multiplies many rows: tensor cores before 8.0 lack bf16."""
         return "BF16" if self.capability >= 80 else "F16"
 
     @property
     def finds_slot(self) -> bool:
-        """Test whether attention.cu finds the rows of a slot in planes of float16; on 7.5 its registers would spill."""
+        """Test whether attention.cu itself finds a slot's rows in float16 planes; on 7.5 its registers would spill."""
         return self.capability >= 80
 
 
 class Planned(NamedTuple):
-    """A card and what its data sheet says: bytes per second, dense FLOP/s of `half` into float32."""
+    """A GPU and its data sheet: memory bytes per second, dense FLOP/s of `half` operands with float32 sums."""
 
     card: Card
     bandwidth: float
@@ -57,7 +57,7 @@ CARDS = (
     Planned(Card("RTX 5090", 120, 170, 100 << 10, 99 << 10), 1.792e12, 209e12),
 )
 
-# Types by what products of theirs keep in registers: kernels/tile.cuh
+# Types by what their products keep in registers: kernels/tile.cuh
 SUMS = ("Q4_K", "Q5_K")  # types whose minima are multiplied by sums of x
 APART = ("Q4_1", "Q5_1", "Q2_K")  # types whose minima need separate registers
 SIXTEENS = ("Q6_K", "Q3_K", "Q2_K")  # types with a scale per 16 columns
@@ -65,10 +65,10 @@ WHOLE = (*SUMS, *SIXTEENS, "IQ4_XS")  # types with integer scales
 
 
 class InFlight(NamedTuple):
-    """Loads that a warp of kernels/stripes.cuh has in flight: more would spill, fewer wait.
+    """Loads that a warp of kernels/stripes.cuh has in flight: more would spill registers, fewer would wait for memory.
 
-    halves  of 128 columns of a unit's 256
-    eights  of rows
+    halves  halves of a unit's 256 columns, 128 each
+    eights  groups of 8 rows
     """
 
     halves: int
@@ -76,7 +76,7 @@ class InFlight(NamedTuple):
 
 
 def in_flight(card: Card, type_: str, cols: int) -> InFlight:
-    """Return the loads for `cols` rows of x: a thread has 80 or 96 registers if two blocks are resident, else 168."""
+    """Choose the loads for `cols` rows of x: a thread has 80 or 96 registers if two blocks are resident, else 168."""
     all_eights, blackwell, hopper = max(1, cols // 8), card.capability >= 100, card.capability == 90
     one_half = (
         (cols > 32 and not hopper)
@@ -97,21 +97,21 @@ def in_flight(card: Card, type_: str, cols: int) -> InFlight:
 
 
 def product_bound(card: Card, types: tuple[str, ...], cols: int, threads: int) -> int:
-    """Threads of a block that kernels/linear.cu is compiled for; the block has `threads`.
+    """Return the threads per block for which kernels/linear.cu is compiled; a launched block has `threads`.
 
-    With 8 and 16 rows it is compiled for more threads than it has: a thread then gets 80 registers, not 96, which
-    leaves room for the kernel after it, since on 9.0 that kernel may begin before the product has ended.
+    For 8 and 16 rows the kernel is compiled for more threads than a block has: a thread then gets 80 registers, not 96.
+    This leaves registers for the next kernel, which on 9.0 may begin before the product has ended.
     """
     spills = any(type_ in APART for type_ in types)
     return 384 if card.capability == 90 and cols in (8, 16) and not spills else threads
 
 
 def product_blocks(card: Card, types: tuple[str, ...], cols: int, stripes: int) -> int:
-    """Blocks per multiprocessor that kernels/linear.cu is compiled for; `stripes` of a block."""
+    """Return the blocks per multiprocessor for which kernels/linear.cu is compiled; a block has `stripes`."""
     spills = cols > 16 and any(type_ in APART for type_ in types)
     return 1 if stripes > 1 or spills else card.blocks
 
 
 def expert_blocks(card: Card, type_: str, cols: int) -> int:
-    """Blocks per multiprocessor that kernels/experts.cu is compiled for: fewer for types that would spill."""
+    """Return the blocks per multiprocessor for which kernels/experts.cu is compiled: fewer if a type would spill."""
     return 1 if cols > 8 and type_ in (*APART, "Q3_K") else card.blocks

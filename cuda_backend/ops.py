@@ -37,15 +37,15 @@ from cuda_backend.states import CudaPool, may_capture, pool_bytes, state_bytes
 from cuda_backend.upload import BUFFERS, Uploader
 from cuda_backend.weights import Weight
 
-PROMPT_ROWS = 32  # the rows of each captured long step of a prompt are a multiple of this
-LONG_WARM = range(160, 257, PROMPT_ROWS)  # rows of long steps that are captured early: turns of a conversation
+PROMPT_ROWS = 32  # the number of rows of each captured long step is a multiple of this
+LONG_WARM = range(160, 257, PROMPT_ROWS)  # rows of long steps captured early: typical turns of a conversation
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def of_context(op: Callable[Concatenate[Context, P], R]) -> Callable[Concatenate["CudaOps", P], R]:
-    """Make a method of an op, a function whose first argument is the context."""
+    """Make a method from an op, a function whose first argument is the context."""
 
     @wraps(op)
     def method(self: "CudaOps", *args: P.args, **options: P.kwargs) -> R:
@@ -62,14 +62,17 @@ class CudaOps(Ops):
     cache_pairs = PAIRS
 
     def __init__(self, experts: HotExperts | None = None) -> None:
-        """experts  what experts may take of the GPU's memory, the others being in the host's; None: all are loaded"""
+        """Open the current GPU.
+
+        experts  GPU memory for hot experts, while host memory holds all experts; None: all are in GPU memory
+        """
         self.context = make(available(), experts)
         self.expert_supply = self.context.experts
         self.expert_vram = experts.nbytes if experts else 0
-        self.layer: int | None = None  # for which weights are loaded
+        self.layer: int | None = None  # the layer whose weights are being loaded
         self.prefill_rows = 8192 if room()[1] > 64e9 else 1024  # a step expands every matrix once, whatever its rows
-        self.expanded: dict[str, int] = {}  # types held as float16, and how many tensors
-        self.idle: Idle | None = None  # of a benchmark
+        self.expanded: dict[str, int] = {}  # types held as float16 instead, and the number of such tensors
+        self.idle: Idle | None = None  # counts idle time in benchmarks
 
     @cached_property
     def uploader(self) -> Uploader:
@@ -79,7 +82,7 @@ class CudaOps(Ops):
 
     @property
     def stage(self) -> weights.Stage | None:
-        """Choose how rows of a stored tensor come to the device; None: they are copied."""
+        """Return the function that brings rows of a stored tensor to the device; None: `load` copies them."""
         return None
 
     @contextmanager
@@ -107,7 +110,7 @@ class CudaOps(Ops):
         return weight
 
     def check_weights(self) -> None:
-        """Raises BimetalError for a scale that is not finite in a weight that was made since the last call."""
+        """Raise BimetalError for a scale that is not finite in a weight that was made since the last call."""
         self.uploader.check()
 
     @contextmanager
@@ -147,8 +150,8 @@ class CudaOps(Ops):
     def held_pool_bytes(
         self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int, rows: int, batches: int = 1
     ) -> int:
-        """Predict a pool as Ops.held_pool_bytes does; `batches` as in `new_pool`."""
-        beside = (slots - 1) * sizes.snapshot_bytes(spec, capacity)  # work_bytes has those of one
+        """Predict the bytes of a pool as Ops.held_pool_bytes does; `batches` as in `new_pool`."""
+        beside = (slots - 1) * sizes.snapshot_bytes(spec, capacity)  # work_bytes counts the snapshots of one slot
         return pool_bytes(spec, slots, capacity, tokens, batches) + beside
 
     def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
@@ -175,13 +178,13 @@ class CudaOps(Ops):
     def new_pool(
         self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None, batches: int = 1
     ) -> CudaPool:
-        """States of up to `slots` sequences, which one step may compute together.
+        """Allocate the states of up to `slots` sequences, whose rows one step may compute together.
 
-        tokens   that all of them may hold together, at least one whole context; None: each may hold `capacity`
-        batches  micro-batches, whose steps alternate
+        tokens   most tokens of all sequences together, at least one whole context; None: each may hold `capacity`
+        batches  number of micro-batches, whose steps alternate
         """
         check_room(self.context.card, spec)
-        give_back_blocks()  # CuPy's pool would cut blocks of earlier states, whose rests nothing fits into
+        give_back_blocks()  # otherwise CuPy's pool would split blocks of earlier states and leave unusable rests
         apply_paths = partial(recurrent.apply_paths, self.context)
         return CudaPool(spec, slots, capacity, apply_paths, self.context.stream, tokens, batches)
 
@@ -231,7 +234,7 @@ class CudaOps(Ops):
         return recurrent.delta_mixer(self.context, x, w, conv, delta, step, is_part=self.ranks.size > 1)
 
     def moe_ffn(self, x: Array, w: ExpertWeights, top_k: int, scale: float = 1.0) -> Array:
-        if not x.shape[0]:  # a piece of a prompt whose logits nobody reads: `linear` launches nothing either
+        if not x.shape[0]:  # a part of a prompt whose logits nobody reads: `linear` launches nothing either
             return Array(x.shape)
         if x.shape[0] > MAX_DECODE_ROWS:
             return super().moe_ffn(x, w, top_k, scale)
@@ -268,7 +271,7 @@ class CudaOps(Ops):
         return self.read_all(x)[0]
 
     def read_all(self, *xs: Any) -> tuple[np.ndarray, ...]:
-        """Read the arrays of a `top_k` or an `argmax_entropy`, which lie one after the other, in one copy."""
+        """Read the adjacent arrays of a `top_k` or an `argmax_entropy` in one copy."""
         arrival = getattr(xs[0], "arrival", None)
         if len(xs) == 1 and arrival is not None and arrival.numbers.size == xs[0].size:  # chosen tokens
             return (_tokens(arrival.read()),)
@@ -295,7 +298,7 @@ class CudaOps(Ops):
             end.synchronize()
             best = min(best, cupy.cuda.get_elapsed_time(start, end) / 1e3)
         del source, target
-        give_back()  # so that peak_bytes counts what the model takes
+        give_back()  # so that peak_bytes counts the model's memory only
         return 2 * n / best
 
     @property
@@ -319,7 +322,7 @@ class CudaOps(Ops):
 
 
 def _tokens(read: np.ndarray) -> np.ndarray:
-    """Token ids as kernels wrote them, which mark a row that holds NaN by -1; raises NotFiniteError for such a row."""
+    """Return token ids as kernels wrote them; raises NotFiniteError for an id of -1, which marks a row with NaN."""
     if np.count_nonzero(read < 0):
         raise NotFiniteError("the logits of a row hold NaN")
     return read

@@ -1,4 +1,4 @@
-"""Values of tensor parallelism once per GPU: arrays, weights, captured steps. Ranks are places in `gpus`."""
+"""Values of tensor parallelism, one per GPU: arrays, weights, captured steps. A rank is an index into `gpus`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from cuda_backend.transports import Transport
 
 
 class PerRank:
-    """An array, a weight or a layer's state of each rank; arrays have one shape. `gpus` may be more than `parts`."""
+    """An array, a weight or a layer's state of each rank; arrays have equal shapes. `gpus` may outnumber `parts`."""
 
     __slots__ = ("gpus", "parts")
 
@@ -44,7 +44,7 @@ class PerRank:
 
 
 def per_rank(gpus: Sequence[Gpu], trees: Sequence[Any]) -> Any:
-    """The weights of all ranks as one tree of PerRank weights; `trees` are namespaces and lists of weights or None."""
+    """Join the ranks' weights to one tree of PerRank weights; `trees` are namespaces and lists of weights or None."""
     first = trees[0]
     if isinstance(first, SimpleNamespace):
         return SimpleNamespace(**{n: per_rank(gpus, [getattr(tree, n) for tree in trees]) for n in vars(first)})
@@ -58,7 +58,7 @@ def per_rank(gpus: Sequence[Gpu], trees: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class GraphPerRank:
-    """A step as a graph of each rank, with so many exchanges. All are launched before the host waits for any."""
+    """A captured step: one graph per rank, and the number of exchanges. All graphs are launched before any wait."""
 
     gpus: Sequence[Gpu]
     graphs: Sequence[Graph]

@@ -1,4 +1,4 @@
-"""Products of all rows of a step with one matrix, and rows of a table."""
+"""Multiply all rows of a step by one matrix, and look up rows of a table."""
 
 import itertools
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from cuda_backend.weights import Segment, Weight
 
 
 class RowNorm(NamedTuple):
-    """Norm of its input rows whose factor 1 / rms a product applies: fuse.packed_for_product.
+    """Deferred norm of a product's input rows, whose factor 1 / rms the product applies: fuse.packed_for_product.
 
     squares  address of sums of squares of 128 columns each, `parts` per row; 0: no norm
     """
@@ -42,7 +42,7 @@ class RowNorm(NamedTuple):
 
 
 NONE = RowNorm()
-EXPAND = 1 << 26  # most elements of a quantized matrix that prefill expands at a time
+EXPAND = 1 << 26  # most elements of a quantized matrix that a prefill step expands at a time
 
 
 def row_norm(squares: int, s: Segment, x: Lazy) -> RowNorm:
@@ -51,12 +51,12 @@ def row_norm(squares: int, s: Segment, x: Lazy) -> RowNorm:
 
 
 def inverse(divisor: int) -> int:
-    """Return the factor by which kernels divide: kernels/prelude.cuh `quotient`."""
+    """Return the factor with which kernels divide by `divisor`: kernels/prelude.cuh `quotient`."""
     return 0xFFFFFFFF // divisor
 
 
 def packed_segments(w: Weight) -> list[Segment]:
-    """Segments whose products are of int8 rows."""
+    """List the segments whose products read int8 rows."""
     return [s for s in w.segments if s.type in UNITS]
 
 
@@ -65,7 +65,7 @@ def is_packed(w: Weight) -> bool:
 
 
 def linear(context: Context, x: Lazy, w: Weight) -> Array:
-    """x (T, columns) times each segment's rows: (T, rows)"""
+    """Multiply x (T, columns) by each segment of w: (T, rows) float32, perhaps as partial sums."""
     T, N = x.T, w.rows
     if T > MAX_DECODE_ROWS:
         return _product(context, x, w)
@@ -90,7 +90,7 @@ def linear(context: Context, x: Lazy, w: Weight) -> Array:
 
 
 def _launches(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
-    """Quantized segments by launch: one, or two of types that a kernel is built for."""
+    """Divide quantized segments among launches: one each, or two of types that one kernel multiplies together."""
     launches: list[tuple[Segment, ...]] = []
     for s in segments:
         if s.type not in UNITS:
@@ -103,7 +103,7 @@ def _launches(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
 
 
 def _cut(together: tuple[Segment, ...], context: Context) -> list[tuple[int, int]]:
-    """Stripes and partial sums of the matrices of a launch."""
+    """Return (stripes, partial sums) of each matrix of a launch."""
     counts = shares(context.card, tuple((s.type, s.row_blocks, s.k_blocks) for s in together), context.fills)
     return [partition(n, s.row_blocks, s.k_blocks) for s, n in zip(together, counts, strict=True)]
 
@@ -123,7 +123,7 @@ def _quantized(
     types = tuple(s.type for s, _, _ in matrices)
     stripes = sum(n for _, _, n in matrices)
     for first, cols in ((0, how.whole), (how.whole, how.cols)) if how.whole else ((0, how.cols),):
-        launch = linear_launch(context.card, types, cols)  # the matrices are read once for each
+        launch = linear_launch(context.card, types, cols)  # each launch reads the matrices once
         each = launch.stripes if stripes > context.card.sms else 1
         given, ctas = np.zeros(2, MATRIX), [-(-n // each) for _, _, n in matrices]
         for i, (s, out, n) in enumerate(matrices):
@@ -158,7 +158,7 @@ def dense_product(
     pairs: tuple[int, int] = (0, 1),
     norm: RowNorm = NONE,
 ) -> None:
-    """Launch kernels/dense.cu; `pairs`: address of the matrix of each pair, or 0; how many pairs take a row of x."""
+    """Launch kernels/dense.cu; `pairs`: (address of each pair's matrix number, or 0; pairs per row of x)."""
     ids, share = pairs
     rows = 1 if ids or T == 1 else 2
     result = T, row_stride, partials, T * row_stride
@@ -171,9 +171,9 @@ def dense_product(
 
 
 def _product(context: Context, x: Lazy, w: Weight) -> Array:
-    """Multiply more rows than kernels/linear.cu takes: cuBLAS in half precision, one expanded slice of w at a time.
+    """Multiply more rows than kernels/linear.cu takes, by cuBLAS in half precision, one expanded slice of w at a time.
 
-    A float32 matrix keeps its precision: rounding a router would change which experts it chooses.
+    A float32 matrix keeps its precision: a rounded router would choose other experts.
     """
     T, N, arena, stream, half = x.T, w.rows, context.arena, context.stream, context.card.half
     out = Array((T, N), arena.take(T * N * 4))
@@ -197,7 +197,7 @@ def _product(context: Context, x: Lazy, w: Weight) -> Array:
 
 
 def embed(context: Context, table: Weight, tokens: int, T: int) -> Array:
-    """Rows `tokens` (int32 on the device) of a table of one type: (T, columns)"""
+    """Look up rows `tokens` (address of int32 (T,)) of a table of one type: (T, columns) float32."""
     (s,) = table.segments
     stream, out = context.stream, Array((T, s.columns), context.arena.take(T * s.columns * 4))
     if s.type in UNITS:

@@ -1,6 +1,6 @@
-"""The parameters of kernels: structs as kernels/*.cuh declare them, and prototypes, read from a kernel's text.
+"""Parameters of kernels: structs as kernels/*.cuh declare them, and prototypes read from a kernel's text.
 
-Needs neither CuPy nor a GPU.
+This module needs neither CuPy nor a GPU.
 """
 
 import re
@@ -81,11 +81,11 @@ PROTOTYPE = re.compile(
 
 
 def prototypes(code: str) -> dict[str, tuple[str, ...]]:
-    """The parameters of each kernel in CUDA C++ source, as written: {"fill": ("u32* words", "s64 n", "u32 seed")}."""
+    """Find each kernel's parameters in CUDA C++ source, as written: {"fill": ("u32* words", "s64 n", "u32 seed")}."""
     found = PROTOTYPE.finditer(code)
     return {m["name"]: tuple(p.strip() for p in " ".join(m["parameters"].split()).split(",")) for m in found}
 
 
 def type_of(parameter: str) -> np.dtype:
-    """The NumPy type of a parameter as written in a prototype; raises KeyError for a struct that TYPES lacks."""
+    """Return the NumPy type of a parameter as written in a prototype; raises KeyError for a struct not in TYPES."""
     return ADDRESS if "*" in parameter else TYPES[parameter.replace("const ", "").split()[0]]

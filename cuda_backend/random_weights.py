@@ -1,4 +1,4 @@
-"""CudaOps with random weights of the tensors' types and shapes, made on the device, for benchmarks."""
+"""CudaOps for benchmarks: weights have the tensors' types and shapes, and random values made on the device."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,11 +20,15 @@ from cuda_backend.weights import Stage, Weight
 
 class RandomOps(CudaOps):
     def __init__(self, experts: HotExperts | None = None, trace: Trace | None = None, start: int = 0) -> None:
-        """trace  what steps route by, from token `start` on; None: random routers"""
+        """Open the current GPU.
+
+        experts  as in `CudaOps`
+        trace    the routing that steps replay, from token `start` on; None: random routers choose
+        """
         super().__init__(experts)
         routing = Routing(trace, self.context.stream, start) if trace else None
         self.context = replace(self.context, routing=routing)
-        self.experts_of: dict[int, int] = {}  # by layer
+        self.experts_of: dict[int, int] = {}  # number of experts by layer
 
     def expert_weight(self, *parts: Tensor) -> Weight:
         if self.layer is not None:
@@ -48,10 +52,10 @@ class RandomOps(CudaOps):
         return self._random_rows
 
     def _random_rows(self, tensor: Tensor, _: Any, rows: slice) -> int:
-        """Random blocks for as many rows."""
+        """Make random blocks for `rows` of a tensor; return their address."""
         block = BLOCKS[tensor.type]
         nbytes = (rows.stop - rows.start) * tensor.data.shape[-1]
-        self.uploader.finish()  # whose launches may still read what the room holds
+        self.uploader.finish()  # its launches may still read the memory of `room`
         address = self.uploader.room(nbytes + 4)
         args = (address, -(-nbytes // 4), (zlib.crc32(tensor.name.encode()) + rows.start) % (1 << 32))
         kernel("random", "fill")((1024,), (256,), args, stream=self.context.stream)

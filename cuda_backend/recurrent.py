@@ -1,4 +1,4 @@
-"""Convolution and the gated delta rule, by themselves and as one mixer, and the commit of what they keep."""
+"""Convolution and the gated delta rule, separately and as one mixer, and the commit of their states."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,11 +19,11 @@ from cuda_backend.runs import Run
 from cuda_backend.tree_order import BEFORE
 from cuda_backend.views import NOTHING, float4_aligned, out_of, packed_only, view
 
-NARROW_ROWS = 32  # from which on CTAs of 32 columns may pay
+NARROW_ROWS = 32  # rows from which CTAs of 32 columns may be faster
 
 
 class Taps(NamedTuple):
-    """The convolution in front of the delta rule: its state, and the address of its taps."""
+    """The convolution before the delta rule: its state, and the address of its taps."""
 
     conv: Conv
     address: int
@@ -32,9 +32,9 @@ class Taps(NamedTuple):
 class Rule(NamedTuple):
     """A delta rule over T rows.
 
-    inputs  q, k, v, a and b as kernels read them; with `taps` the first is q, k and v in one, before the convolution
+    inputs  q, k, v, a and b as kernels read them; with `taps` the first input is q, k and v joined, not yet convolved
     decay   addresses of decay and dt_bias
-    step    address of the StepState, for `runs` sequences at most
+    step    address of the StepState, for at most `runs` sequences
     wide    columns of a CTA of kernels/delta.cu
     one_row_each  whether each of several sequences has one row
     """
@@ -95,7 +95,7 @@ def gated_delta(
 
 
 def mixes(conv: Conv) -> bool:
-    """Test whether `delta_mixer` takes a convolution of so many taps."""
+    """Test whether `delta_mixer` supports a convolution with this number of taps."""
     return conv.spec.taps <= BEFORE + 1
 
 
@@ -108,9 +108,9 @@ def delta_mixer(
     step: Any,
     is_part: bool = False,
 ) -> Array:
-    """Convolution, delta rule and gated norm: from compute capability 9.0 on in one launch for one row, otherwise two.
+    """Compute convolution, delta rule and gated norm: one launch for one row from capability 9.0 on, otherwise two.
 
-    is_part  other GPUs have the other heads, so that few CTAs run the recurrence of these: `_is_narrow`
+    is_part  other GPUs have the other heads, so that few CTAs run the recurrence of these heads: `_is_narrow`
     """
     T, Hv, Dv = x.z.shape
     step = context.step_of(step, delta.store, recurrent=True)
@@ -129,13 +129,13 @@ def delta_mixer(
     lazy = Lazy(context, MIXER, T, Hv * Dv, x, mixer)
     if context.replay.active:
         return Array((T, Hv, Dv), lazy=lazy)
-    return Array((T, Hv, Dv), lazy.as_dense())  # a commit may come before the result is read
+    return Array((T, Hv, Dv), lazy.as_dense())  # computed now: a commit may come before the result is read
 
 
 def _is_narrow(context: Context, delta: Delta, T: int, runs: int) -> bool:
-    """Test whether CTAs of 32 columns pay: rows enough for the recurrence to bound a launch, and one wave of CTAs.
+    """Test whether CTAs of 32 columns are faster: enough rows that the recurrence bounds a launch, one wave of CTAs.
 
-    The norm takes a launch of its own then, to the same bits.
+    The norm then takes a separate launch; its result is bitwise identical.
     """
     ctas = delta.spec.heads * -(-delta.spec.value_dim // 32) * runs
     return NARROW_ROWS <= T <= MAX_DECODE_ROWS and delta.spec.key_dim <= 128 and ctas <= context.card.sms
@@ -159,7 +159,7 @@ def _float4_rows(context: Context, x: Array) -> Array:
 
 
 def apply_paths(context: Context, recurrent: Recurrent, slots: Sequence[int]) -> None:
-    """Apply the committed paths of `slots` in every layer, as the next step would, with no rows."""
+    """Apply the committed paths of `slots` in every layer, by a step without rows."""
     inputs, n = context.replay.small, len(slots)
     runs = [RunInput(Run(slot, i, 0), 0, *recurrent.input(slot)) for i, slot in enumerate(slots)]
     inputs.upload(Step.chain(np.empty(0, np.int32), 0), recurrent.pairs[slots[0]].at, runs)
@@ -181,7 +181,7 @@ def _conv(
 
 
 def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None = None) -> None:
-    """Launch kernels/delta.cu or delta_each.cu, after prepare.cu; with `norm`, what follows the rule as well."""
+    """Launch kernels/prepare.cu, then delta.cu or delta_each.cu, which also computes `norm` and its gate if given."""
     delta, _, _, step, T, runs, before, wide, one_row_each = rule
     card, arena, spec = context.card, context.arena, delta.spec
     Hk, Hv, Dk, Dv = spec.key_heads, spec.heads, padded(spec.key_dim), spec.value_dim
@@ -225,7 +225,7 @@ def _prepare(context: Context, rule: Rule) -> tuple[int, ...]:
 
 
 def _convolution(rule: Rule) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...], tuple[int, ...]]:
-    """Return what prepare.cu and delta.cu share: two groups of definitions, the first arguments, those of the taps."""
+    """Return what prepare.cu and delta.cu share: two groups of definitions, first arguments, arguments of the taps."""
     spec, (conv, taps) = rule.delta.spec, rule.taps or (None, 0)
     widths = f"DK={padded(spec.key_dim)}", f"DIM={spec.key_dim}", f"TAPS={conv.spec.taps if conv else 0}"
     sums = {"PARTIALS": rule.inputs[0], "A_PARTIALS": rule.inputs[3], "B_PARTIALS": rule.inputs[4]}

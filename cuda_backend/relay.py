@@ -1,4 +1,4 @@
-"""Steps across several GPUs: arrays that know their GPU, and the graphs and copies of a captured step."""
+"""Steps of several GPUs: arrays that know their GPU, and the graphs and copies of a captured step."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from cuda_backend.segments import HostCall, Program, Segment, run_step
 
 
 class Gpu:
-    """One GPU of several: its ops, and the event that others wait for."""
+    """One of several GPUs: its ops, and the event that other GPUs wait for."""
 
     def __init__(self, index: int, make: Callable[[], CudaOps]):
         self.index, self.device = index, cupy.cuda.Device(index)
@@ -64,7 +64,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Input:
-    """A step's "tokens" or "positions", of which every GPU has its own."""
+    """A step's "tokens" or "positions", of which every GPU has a copy."""
 
     name: str
 
@@ -86,9 +86,9 @@ class MultiGpuStep:
 
 @dataclass(frozen=True)
 class PeerCopy:
-    """A copy of bytes at `address` of one GPU to `to` of another, in the order of the other one's stream.
+    """Copy bytes from `address` on one GPU to address `to` on another, in the order of the target's stream.
 
-    The source waits for the copy, so that neither GPU overwrites data that the other has not read yet.
+    The source's stream waits for the copy, so that the source is not overwritten before it is read.
     """
 
     source: Gpu
@@ -112,7 +112,7 @@ class PeerCopy:
 
 @dataclass(frozen=True)
 class GpuGraph:
-    """A stretch of a step on one GPU."""
+    """A graph of a range of a step's launches on one GPU."""
 
     gpu: Gpu
     graph: Graph
@@ -123,11 +123,11 @@ class GpuGraph:
 
 
 class Relay:
-    """Runs step functions over the GPUs, as Replay does on one.
+    """Run step functions over several GPUs, as Replay does on one.
 
     here      the GPU whose ops are being launched
-    steps     the step on every GPU that it has reached
-    segments  of the step that is being captured, before `graph`, which is open on the GPU `here`
+    steps     the DeviceStep of every GPU that the step has reached
+    segments  segments of the step that is being captured, before `graph`, which is open on the GPU `here`
     """
 
     def __init__(self, gpus: Sequence[Gpu]):
@@ -153,21 +153,21 @@ class Relay:
             for gpu in self.steps:
                 gpu.context.replay.active = None
             self.steps, self.here, self.running = {}, None, None
-            for source, target in self.lent:  # whose memory goes to what is launched later
+            for source, target in self.lent:  # the source may reuse the tokens' memory in later launches
                 with source.device:
                     source.context.stream.wait(target.event)
             self.lent = []
 
     @contextmanager
     def on(self, gpu: Gpu) -> Iterator[CudaOps]:
-        """Make the GPU current and return its ops, to launch something."""
+        """Make the GPU current and provide its ops, to launch something."""
         with gpu.device:
             if self.running and self.here is not gpu:
                 self._reach(gpu)
             yield gpu.ops
 
     def bring(self, x: Value, gpu: Gpu) -> Array:
-        """Return x in memory that `gpu` may read for the rest of the step."""
+        """Return x in memory of `gpu`, valid for the rest of the step."""
         if x.gpu is gpu:
             return x.array
         array = x.array
@@ -180,7 +180,7 @@ class Relay:
         if self.segments is None:
             copy.play()
         else:
-            with self.on(gpu):  # played before its graph: the graphs that x comes from are over
+            with self.on(gpu):  # the copy is played before the graph of `gpu`, after the graphs that compute x
                 self.segments.append(copy)
         return Array(array.shape, copy.to, dtype=array.dtype)
 
@@ -234,7 +234,7 @@ class Relay:
         return gpu.context.replay.upload(state.pool.pools[gpu], step, runs)
 
     def _tokens(self, tokens: Value, gpu: Gpu) -> Array:
-        """Return sampled tokens that `gpu` may read; it waits for these only, not for later work of their GPU."""
+        """Copy sampled tokens to `gpu`, which waits for the tokens only, not for later work of their GPU."""
         array, source = tokens.array, tokens.gpu
         if source is gpu:
             return array

@@ -33,11 +33,11 @@ from cuda_backend.weights import Weight
 
 
 def pieces_of(V: int) -> int:
-    """Keys of a row of logits that kernels/sample.cu add_up leaves."""
+    """Count the keys that kernels/sample.cu `add_up` writes per row of V logits."""
     return -(-V // 1024)
 
 
-LIGHT = {SWIGLU: "swiglu", MUL_SIGMOID: "mul_sigmoid"}  # those that kernels/light.cu has
+LIGHT = {SWIGLU: "swiglu", MUL_SIGMOID: "mul_sigmoid"}  # ops that kernels/light.cu has
 
 # -- products ----------------------------------------------------------------------------------------------------------
 
@@ -56,7 +56,7 @@ def linear(context: Context, x: Array, w: Weight) -> Array:
 
 
 def as_lazy(context: Context, x: Array) -> Lazy:
-    """Return the lazy op that computes x for a product, or, if x is computed, a lazy copy of it."""
+    """Return the lazy op that computes x; if x is computed already, a lazy copy of it."""
     return lazy_of(x) or copied(context, x)
 
 
@@ -70,14 +70,14 @@ def dense(context: Context, x: Array) -> Array:
 
 
 def summed(context: Context, x: Array) -> Array:
-    """x without partial sums."""
+    """Return x without partial sums."""
     return x if x.partials == 1 else Array(x.shape, copied(context, x).as_dense())
 
 
 def out_of_arena(context: Context, x: Array, count: int) -> Array:
-    """Copy the first `count` rows of x out of the arena, which the next step overwrites; partial sums are added.
+    """Copy the first `count` rows of x out of the arena, which the next step overwrites; add up partial sums.
 
-    If rows can be read in float4, as logits can, the same launch finds their largest keys.
+    If kernels can read rows four floats at a time, as for logits, the same launch finds the largest keys of each row.
     """
     count, stream = min(count, x.shape[0]), context.stream
     shape = (count, *x.shape[1:])
@@ -97,12 +97,12 @@ def out_of_arena(context: Context, x: Array, count: int) -> Array:
 
 
 def keep(context: Context, x: Array) -> Array:
-    """Copy x to the part of the arena that later layers do not overwrite until the end of the step."""
+    """Copy x to the part of the arena that lasts until the end of the step."""
     lazy = lazy_of(x)
     if lazy and not lazy.forms.dense:
         lazy.forms.dense = context.arena.take(lazy.T * lazy.K * 4, lasting=True)
         lazy.op.emit(lazy, Target(dense=lazy.forms.dense))
-        return Array(x.shape, lazy.forms.dense)  # what the op was computed from will be gone
+        return Array(x.shape, lazy.forms.dense)  # a computed array: the op's inputs will be overwritten
     out = Array(x.shape, context.arena.take(4 * x.size, lasting=True))
     copy = copied(context, x)
     copy.op.emit(copy, Target(dense=out.address))
@@ -118,7 +118,7 @@ def add(context: Context, x: Array, y: Array) -> Array:
         y = Array(x.shape, y.address, strides=(0, 1), owner=y.owner)
     experts = fused("add", x)
     if experts:
-        y.compute()  # after the branch that it may come from
+        y.compute()  # after the branch that may compute it
         return Array(x.shape, lazy=Lazy(context, experts.op, experts.T, experts.K, (*experts.inputs, y)))
     return Array(x.shape, lazy=pointwise(context, ADD, x, y))
 
@@ -145,7 +145,7 @@ def _gated(context: Context, code: int, x: Array, gate: Array) -> Array:
 
 
 def pointwise(context: Context, code: int, x: Array, y: Array) -> Lazy:
-    """An op of kernels/rows.cu pointwise on each element of x and y."""
+    """Make a lazy op of kernels/rows.cu `pointwise`, on each element of x and y."""
     return Lazy(context, POINTWISE[code], x.shape[0], math.prod(x.shape[1:]), (x, y), code)
 
 
@@ -185,7 +185,7 @@ def rms_norm(context: Context, x: Array, weight: Array | None, eps: float) -> Ar
 
 
 def _terms(lazy: Lazy) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the input of a norm: one array, or two, whose sum is kept at an address."""
+    """Return the input of a norm: (first term, second term, address to which their sum is written; 0: one term)."""
     (x,) = lazy.inputs
     added = fused("norm", x)
     if not added:
@@ -211,7 +211,7 @@ def _emit_deferred_norm(lazy: Lazy, to: Target, squares: int) -> None:
     experts = term if term and term.op.name == "experts" else None
     if added and term:
         added.forms.dense = context.arena.take(lazy.T * lazy.K * 4)
-    if added and term and not experts:  # a sum over GPUs
+    if added and term and not experts:  # the term is a sum over GPUs
         term.parameters.launch_norm(added.inputs[0], term.inputs[0], norm.address, added.forms.dense, squares, out)
         return
     if added and experts:
@@ -237,13 +237,13 @@ NO_ROPE = np.zeros((), ROPE)
 
 
 class Heads(NamedTuple):
-    """An op on each head of x (T, H, D): norm, then rope, then silu(gate)."""
+    """Parameters of an op on each head of x (T, H, D): norm, then rope, then silu(gate)."""
 
     norm: bool
     weight: Array | None = None
     eps: float = 0.0
     rope: np.ndarray = NO_ROPE  # prelude.cuh Rope
-    positions: Array | None = None  # of which `rope` has the address alone
+    positions: Array | None = None  # kept alive here: `rope` has only its address
     gate: Array | None = None
 
     @property
@@ -291,7 +291,7 @@ def _emit_heads(lazy: Lazy, to: Target) -> None:
 
 
 def emit_copy(lazy: Lazy, to: Target) -> None:
-    """Write a form of an op that its own kernel does not write, from its float32 rows."""
+    """Write a form that the op's own kernel does not write, from the op's float32 rows."""
     flat = Array((lazy.T, lazy.K), lazy.as_dense())
     copy = copied(lazy.context, flat)
     copy.op.emit(copy, to)
@@ -301,7 +301,7 @@ HEADS = Op("heads", _emit_heads)
 
 
 def before_heads(x: Array) -> Array:
-    """Return the input of x's norm and rope if the launch that writes the cache computes them, else None."""
+    """Return the input of x's norm and rope if the launch that writes the cache can compute both; else None."""
     heads = fused("cache", x)
     return heads.inputs[0] if heads else x
 

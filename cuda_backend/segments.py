@@ -1,4 +1,4 @@
-"""A captured step: a list of segments, each a graph, a call on the host, or a copy between GPUs."""
+"""Captured steps: lists of segments, each a graph, a call on the host, or a copy between GPUs."""
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Segment(Protocol):
 
 @dataclass(frozen=True)
 class HostCall:
-    """Work of the host between two graphs of a step."""
+    """Work on the host between two graphs of a step."""
 
     fn: Callable[[], None]
 
@@ -24,7 +24,7 @@ class HostCall:
 
 
 class Shape(NamedTuple):
-    """Name what decides the launches of a step.
+    """Everything that determines the launches of a step.
 
     T             largest number of rows
     runs          largest number of sequences
@@ -39,9 +39,9 @@ class Shape(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A captured step: its segments, and what it returns, in arena memory that they write.
+    """A captured step: its segments, and its result in arena memory, which the segments write.
 
-    scratch  memory of Arena.scratch whose address it has, in long steps
+    scratch  for long steps, the memory of Arena.scratch whose address the graphs have
     """
 
     segments: list[Segment]
@@ -54,8 +54,8 @@ def run_step(
 ) -> Any:
     """Run a step and return its result.
 
-    The first step of a shape is run by `call`, the second is captured, later ones are replayed; one that failed does
-    not count. Long steps are always run by `call`; Replay captures the ones whose launches depend on the number of rows
+    The first step of a shape is run by `call`, the second is captured, later steps are replayed; a failed step does not
+    count. Long steps are always run by `call` here; Replay captures those whose launches depend on the number of rows
     alone.
     """
     if shape.T > MAX_DECODE_ROWS or shape not in table:

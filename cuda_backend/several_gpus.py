@@ -1,4 +1,4 @@
-"""The ops that are the same for GPUs that divide a model by layers and for those that share every layer."""
+"""Ops that pipeline parallelism (layer_split.py) and tensor parallelism (tensor_parallel.py) have in common."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from cuda_backend.relay import Gpu
 
 
 class SeveralGpus(Ops):
-    """Base of LayerSplitOps and TensorParallelOps: what concerns all of `gpus`, and what the first one does for all."""
+    """Base of LayerSplitOps and TensorParallelOps: ops on all of `gpus`, and ops that the first GPU runs for all."""
 
     name = CudaOps.name
     item_bytes = CudaOps.item_bytes
@@ -31,7 +31,7 @@ class SeveralGpus(Ops):
     checks_scales = CudaOps.checks_scales
     reserves = CudaOps.reserves
     joins = CudaOps.joins
-    divides = False  # hidden states would be copied from the GPU of one part to that of the next
+    divides = False  # hidden states would have to be copied from the GPU of one part to the GPU of the next
 
     def __init__(self, gpus: Sequence[Gpu]):
         self.gpus = gpus
@@ -41,7 +41,7 @@ class SeveralGpus(Ops):
     def loading(self) -> Iterator[None]:
         with ExitStack() as stack:
             for gpu in self.gpus:
-                stack.enter_context(gpu.device)  # left after `loading`, which checks on it
+                stack.enter_context(gpu.device)  # left only after `loading`, whose last check runs on this GPU
                 stack.enter_context(gpu.ops.loading())
             yield
 
@@ -96,7 +96,7 @@ class SeveralGpus(Ops):
         """Count nothing: each GPU waits for the others too."""
 
     def each_gpu(self, fn: Callable[[Gpu], Any]) -> list[Any]:
-        """Call `fn` with each GPU, which is the current one meanwhile, and return its results."""
+        """Call `fn` with each GPU, made current for the call, and return the results."""
         out = []
         for gpu in self.gpus:
             with gpu.device:
@@ -117,7 +117,7 @@ def leaves(x: Any) -> Iterator[Any]:
 
 
 def each(x: Any, change: Callable[[Any], Any]) -> Any:
-    """`x` with all of its leaves changed; a named tuple stays one of its kind."""
+    """Return `x` with `change` applied to each leaf; a named tuple keeps its class."""
     if not isinstance(x, tuple):
         return change(x)
     parts = [each(part, change) for part in x]
@@ -128,7 +128,7 @@ def each(x: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def check_devices(devices: Sequence[int], chosen: Sequence[int]) -> None:
-    """Refuse GPUs of `chosen` that this machine lacks, and a GPU that `devices` names twice."""
+    """Raise UsageError for a GPU of `chosen` that this machine lacks, or one that `devices` names twice."""
     count = cupy.cuda.runtime.getDeviceCount()
     for index in chosen:
         if not 0 <= index < count:
@@ -139,14 +139,14 @@ def check_devices(devices: Sequence[int], chosen: Sequence[int]) -> None:
 
 
 def free(gpu: Gpu) -> int:
-    """Bytes of its memory that are free."""
+    """Return the bytes of free memory of a GPU."""
     with gpu.device:
         return gpu.ops.free_bytes()[0]
 
 
 @cache
 def connect(reader: int, owner: int) -> None:
-    """Let a GPU reach another's memory; where the hardware cannot, the driver copies by way of the host."""
+    """Let GPU `reader` access the memory of `owner`; if the hardware cannot, the driver copies through the host."""
     runtime = cupy.cuda.runtime
     if runtime.deviceCanAccessPeer(reader, owner):
         with cupy.cuda.Device(reader):

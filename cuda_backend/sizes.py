@@ -1,6 +1,6 @@
-"""Workspace that a prompt takes on a GPU beside weights and state, from shapes alone.
+"""Predict the workspace of a prompt on a GPU, in addition to weights and state, from shapes alone.
 
-The terms follow the allocations of launchers from the arena (`memory.Arena`), in two halves that layers use in turn;
+The terms follow the launchers' allocations from the arena (`memory.Arena`), whose two halves layers use alternately;
 tests/models/test_cuda_work.py compares prediction and use.
 """
 
@@ -19,26 +19,26 @@ from cuda_backend.sampling import DRAW
 from cuda_backend.state_table import kept, store_of
 from cuda_backend.weights import UPLOAD
 
-STEPS = 2  # whose logits are held at the same time, beside those that each sequence's prompt ended with
-SLACK, CHUNKS = 1.1, 3  # unused memory of chunks: a factor on their size, and chunks per part
+STEPS = 2  # steps whose logits are held at the same time, in addition to the last logits of each sequence's prompt
+SLACK, CHUNKS = 1.1, 3  # unused memory of chunks: a factor on their size, and the number of chunks per part
 
 
 def snapshot_bytes(spec: Sequence[LayerSpec], tokens: int) -> int:
-    """Count the bytes of a slot's two snapshots of recurrent states and rings, from which a prompt may continue."""
+    """Count the bytes of a slot's two snapshots of recurrent states and rings, from which prompts may continue."""
     return 2 * sum(store_of(s).copied_bytes(s, tokens) for s in all_specs(spec))
 
 
 def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
     """Predict the peak bytes of arena and uploader while a prompt of `tokens` tokens is read in steps of `rows`."""
-    # EXPAND numbers of two bytes for matrices that prefill expands, which is more than sampling.WORKSPACE
+    # EXPAND numbers of two bytes for matrices that prefill expands: more than sampling.WORKSPACE, which reuses them
     half = max(_layer_bytes(layer, tokens, min(rows, tokens)) for layer in layers)
     return int(2 * SLACK * half) + CHUNKS * Arena.CHUNK + 2 * EXPAND + UPLOAD
 
 
 def logits_bytes(vocab: int, sequences: int) -> int:
-    """Predict the bytes of logits and of the tokens drawn from them, where a step has a row of each of `sequences`.
+    """Predict the bytes of logits, and of tokens drawn from them, for steps with one row of each of `sequences`.
 
-    Weights of draws lie in the arena's memory for expanded matrices, which `work_bytes` counts.
+    Draw weights lie in the arena's memory for expanded matrices, which `work_bytes` counts.
     """
     rows = min(sequences, MAX_DECODE_ROWS)
     of_prompts, of_steps = sequences, STEPS * rows
@@ -56,13 +56,13 @@ def sums_bytes(layers: Sequence[LayerSize], tokens: int, sequences: int) -> int:
 def hidden_bytes(layers: Sequence[LayerSize]) -> int:
     """Predict the bytes of hidden states between the parts of a prompt's step.
 
-    They lie at a part's end, copied from there, copied for the part before it, and where the next part reads them.
+    Four copies exist: at a part's end, copied from there, copied for the preceding part, and where the next part reads.
     """
     return 4 * 4 * LONG_ROWS * max((layer.hidden for layer in layers), default=0)
 
 
 def _layer_bytes(layer: LayerSize, tokens: int, rows: int) -> int:
-    """float32 that enters and leaves matrices, and what lies between."""
+    """Count the bytes of a layer's float32 inputs and outputs of matrices, and of what lies between them."""
     parts = [kept(s).work(s, layer, tokens) for s in layer.states.values()]
     values = layer.mixer + layer.ffn + 2 * layer.hidden + sum(values for values, _ in parts)
     return 4 * (rows * values + sum(beside for _, beside in parts))

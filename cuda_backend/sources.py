@@ -1,4 +1,4 @@
-"""Source text of each kernel: the headers that it needs, in order, and its file of kernels/."""
+"""Source text of each kernel: the headers that it needs, in order, and its own file in kernels/."""
 
 import re
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 from cuda_backend.layout import UNITS
 
 KERNELS = Path(__file__).with_name("kernels")
-ARCHITECTURES = {"wide": "sm_90a"}  # kernels whose instructions one compute capability alone has
-OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in whichever kernel it is compiled
-HEADERS = (  # each header, and the kernels that need it, all of them after prelude.cuh
+ARCHITECTURES = {"wide": "sm_90a"}  # kernels whose instructions only one compute capability has
+OPTIONS = ("-std=c++17", "-fmad=false")  # sums are rounded as written, whichever kernel contains them
+HEADERS = (  # each header and the kernels that need it; prelude.cuh comes first for all kernels
     ("tile.cuh", ("experts", "single", "repack", "expand")),
     ("flash.cuh", ("attention", "split", "wide", "one_row", "latent", "pieces")),
     ("keys.cuh", ("sample", "draw", "top_k", "entropy")),
@@ -48,7 +48,7 @@ HEADERS = (  # each header, and the kernels that need it, all of them after prel
 
 
 def source(stem: str, second: tuple[str, ...] = ()) -> str:
-    """The text that is compiled for kernels/<stem>.cu; `second`: definitions of linear.cu's second matrix."""
+    """Return the text that is compiled for kernels/<stem>.cu; `second`: definitions of linear.cu's second matrix."""
     if stem == "linear":
         return _source_of_linear(second)
     headers = [header for header, stems in HEADERS if stem in stems]
@@ -56,7 +56,7 @@ def source(stem: str, second: tuple[str, ...] = ()) -> str:
 
 
 def _source_of_linear(second: tuple[str, ...]) -> str:
-    """Wrap each type in a namespace: macros of the first are undefined before the second's are made."""
+    """Wrap each of two types in a namespace; the macros of the first are undefined before those of the second."""
     of_type = _text("tile.cuh", "product.cuh", "packed.cuh", "stripes.cuh")
     lines = [_text("prelude.cuh", "ring.cuh", "matrix.cuh"), "namespace first {", of_type, "}"]
     if second:

@@ -1,4 +1,4 @@
-"""The table of what a GPU keeps for each class of specs, and of what that takes; pools and predictions read it."""
+"""Table of specs by class: how a GPU stores the state of a layer, and how much memory that takes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,12 +17,12 @@ from cuda_backend.occupancy import Card
 
 
 class Kept(NamedTuple):
-    """Functions of a spec of one class.
+    """Functions of a spec, for one class of specs.
 
-    store  the class of its store, or of its layers in Recurrent, which predict bytes
-    work   float32 of a layer's workspace for a prompt of so many tokens: (numbers per row of a step, numbers beside)
-    width  numbers that attention adds up for each head, padded; 0: none
-    check  refuse rows that a card's shared memory cannot take; BimetalError
+    store  class of the spec's store, or of its layers in Recurrent; it predicts bytes
+    work   float32 numbers of a layer's workspace, given the tokens of a prompt: (numbers per row of a step, others)
+    width  numbers that attention adds up per head, padded; 0: none
+    check  raise BimetalError for rows that do not fit a card's shared memory
     """
 
     store: Callable[[Any], Any]
@@ -41,8 +41,8 @@ def _kv_work(s: KVSpec, layer: LayerSize, tokens: int) -> tuple[int, int]:
     values = layer.heads * s.key_dim // 2 + layer.heads * s.value_dim
     if _kv_store(s) is not PackedStore:
         return values, 0
-    values += layer.heads * (s.key_dim // 2 + 1) + s.exact.numbers // 2  # queries and rows in float16 once more
-    return values, (s.packing.exact + 2 * TILE) * s.exact.numbers // 2  # and the ring's
+    values += layer.heads * (s.key_dim // 2 + 1) + s.exact.numbers // 2  # second float16 copies of queries and rows
+    return values, (s.packing.exact + 2 * TILE) * s.exact.numbers // 2  # a copy of the ring
 
 
 def _kv_check(card: Card, s: KVSpec) -> None:
@@ -56,7 +56,7 @@ def _latent_width(s: LatentSpec) -> int:
 
 
 def _latent_work(s: LatentSpec, layer: LayerSize, tokens: int) -> tuple[int, int]:
-    # keys and values of all heads, and rows of pages or in a format, as float16
+    # float16 keys and values of all heads, and float16 copies of rows that lie in pages or in another format
     beside = min(tokens, EXPANDED) * (layer.expanded + _latent_width(s)) // 2
     return 8 * layer.heads if tokens > EXPANDED else 0, beside
 
@@ -86,6 +86,6 @@ def store_of(s: Spec) -> Any:
 
 
 def check_room(card: Card, spec: Sequence[LayerSpec]) -> None:
-    """Refuse caches whose rows a card's shared memory cannot take; BimetalError."""
+    """Raise BimetalError for caches whose rows do not fit a card's shared memory."""
     for s in dict.fromkeys(all_specs(spec)):
         kept(s).check(card, s)

@@ -1,7 +1,7 @@
-"""States of sequences on the device: a pool of slots, each a sequence's states of all layers.
+"""States of sequences on the device: a pool of slots, each with the states of all layers for one sequence.
 
-All layers of a kind lie in one allocation, so that `commit`, `snapshot` and `restore` are a launch or two, not one per
-layer.
+All layers of a kind lie in one allocation, so that `commit`, `snapshot` and `restore` take one or two launches, not one
+per layer.
 """
 
 import weakref
@@ -30,14 +30,14 @@ from cuda_backend.state_table import store_of
 class CudaPool:
     """The states of up to `slots` sequences of at most `capacity` tokens, computed together in one step.
 
-    `pool[i].kv`, `.conv`, `.delta` are the layers' handles; their stores commit all layers at once.
+    `pool[i].kv`, `.conv`, `.delta` are the handles of layer i; their stores commit all layers at once.
 
-    tokens   that all sequences may hold together; None: `slots` times `capacity`. Less than `capacity` counts as that
-    batches  micro-batches, whose steps alternate
-    length   constant, since steps of few rows are computed alike at any length
+    tokens   most tokens of all sequences together, at least `capacity`; None: `slots` times `capacity`
+    batches  number of micro-batches, whose steps alternate
+    length   constant, since steps of few rows make the same launches at any length
     lengths  committed tokens of each slot
-    graphs   captured steps, which serve any sequences
-    pages    pages of the rows that grow; None for one sequence, whose rows are contiguous
+    graphs   captured steps, each valid for any sequences
+    pages    pages of the rows that are appended; None for a pool of one sequence, whose rows are contiguous
     """
 
     length = 0
@@ -88,7 +88,7 @@ class CudaPool:
         return self
 
     def new_state(self) -> "CudaState":
-        """A vacant slot as the state of a new sequence; the slot is vacant again when the state is gone."""
+        """Return a vacant slot as the state of a new sequence; the slot becomes vacant when the state is deleted."""
         if not self.vacant:
             raise BimetalError(f"all {self.slots} sequences of the pool are taken")
         slot = min(self.vacant)
@@ -100,7 +100,7 @@ class CudaPool:
         return CudaState(self, slot)
 
     def set_length(self, slot: int, length: int) -> None:
-        """Set the committed tokens of a slot, and free the pages after them."""
+        """Set the number of committed tokens of a slot, and free the pages after them."""
         shorter = length < self.lengths[slot] or not length
         self.lengths[slot] = length
         if self.pages and shorter:
@@ -108,14 +108,14 @@ class CudaPool:
 
     @property
     def free_tokens(self) -> int | None:
-        """Tokens for which pages are free; None: each sequence has room for all of its own."""
+        """Count the tokens for which pages are free; None: each sequence has its own memory."""
         if not self.pages:
             return None
         self.pages.reclaim()
         return len(self.pages.free) * PAGE
 
     def runs(self, step: Step) -> Sequence[Run]:
-        """The rows of each sequence of a step, whose `slots` are the pool's."""
+        """Return the runs of a step, the rows of each sequence; `step.slots` are slots of this pool."""
         runs, vacant = runs_of(step), self.vacant
         for slot, _, _ in runs:
             if not 0 <= slot < self.slots or slot in vacant:
@@ -127,7 +127,7 @@ class CudaPool:
         self.note_runs(step, self.runs(step))
 
     def note_runs(self, step: Step, runs: Sequence[Run]) -> None:
-        """Note a step and its runs; raises NoRoomError if pages are short. Only attention layers take a block."""
+        """Note a step and its runs, a block in attention stores only; raises NoRoomError if too few pages are free."""
         if self.pages:
             self.pages.hold_runs(runs, self.lengths)
         for store in self.stores:
@@ -138,11 +138,11 @@ class CudaPool:
 
     @property
     def calibrates(self) -> bool:
-        """Test whether the step noted last completes a calibration; a sequence has one such step."""
+        """Test whether the latest noted step completes a calibration; each sequence has one such step."""
         return any(isinstance(store, PackedStore) and store.calibrates for store in self.stores)
 
     def inputs(self, step: Step, runs: Sequence[Run]) -> tuple[int, list[RunInput]]:
-        """Return what kernels read of a noted step and its runs: the store of the paths' rows, and each run."""
+        """Return what kernels read of a noted step: (number of the store with the paths' rows, each run)."""
         if not self.recurrent or step.parents is None:
             return 0, [RunInput(run, self.lengths[run.slot]) for run in runs]
         of = self.recurrent.input
@@ -153,7 +153,7 @@ class CudaPool:
         return sum(store.nbytes for store in self.stores)
 
     def bytes_of(self, slot: int) -> int:
-        """Count the bytes of the pages that a slot holds, and its share of all else."""
+        """Count the bytes of the pages that a slot holds, and its share of all other memory."""
         if not self.pages:
             return self.nbytes // self.slots
         shared = self.nbytes - self.pages.count * self.pages.block
@@ -219,7 +219,7 @@ class CudaState(State):
         return self.pool.calibrates
 
     def runs(self, step: Step) -> list[Run]:
-        """The rows of a step, which are all this sequence's, whatever slot they name."""
+        """Return the runs of a step, whose rows all belong to this sequence, whatever slot they name."""
         if len(step) > 1:
             step.the_slot()
         return [Run(self.slot, 0, len(step))]
@@ -250,29 +250,30 @@ class CudaState(State):
         return self.pool.bytes_of(self.slot)
 
     def load_parts(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
-        """Load parts as State.load_parts; raises NoRoomError, and changes nothing, where too few pages are free."""
+        """Load parts as State.load_parts does; raises NoRoomError, without a change, if too few pages are free."""
         if self.pool.pages:
             self.pool.pages.hold([(self.slot, length)])
         super().load_parts(length, rows, point)
 
 
 def may_capture(spec: Sequence[LayerSpec]) -> bool:
-    """Test whether the launches of a long step are the same at every length of a state, and for every slot.
+    """Test whether the launches of a long step are identical at every length of a state, and for every slot.
 
-    Rings are copied from where they begin, and rows in codes are read beside exact ones, some of which lie in a ring.
+    They are not for rings, which a launch copies from their first position on, nor for compressed caches, some of whose
+    exact rows lie in a ring.
     """
     return all(store_of(s) is KVStore and not s.is_packed for s in all_specs(spec) if grows(s))
 
 
 def state_bytes(spec: Sequence[LayerSpec], capacity: int) -> int:
-    """Device bytes of a pool of one sequence, without building it."""
+    """Predict the device bytes of a pool of one sequence, without allocating it."""
     return pool_bytes(spec, 1, capacity)
 
 
 def pool_bytes(
     spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None, batches: int = 1
 ) -> int:
-    """Device bytes of a CudaPool, without building it."""
+    """Predict the device bytes of a CudaPool, without allocating it."""
     check_capacity(capacity)
     pages = page_count(slots, capacity, tokens) if slots > 1 else 0
     recurrent = [(store_of(s), s) for s in all_specs(spec) if not grows(s)]
@@ -281,5 +282,5 @@ def pool_bytes(
 
 
 def in_pages(spec: Spec) -> bool:
-    """Test whether rows of a spec are stored in pages in a pool of several sequences: rows that append."""
+    """Test whether a pool of several sequences stores rows of a spec in pages: rows that are appended."""
     return spec.kind is Kind.APPENDS

@@ -1,8 +1,8 @@
-"""Several GPUs that share every layer: each holds some heads and channels, and computes all rows of a step with them.
+"""Tensor parallelism: each GPU holds some heads and channels of every layer, and computes all rows of a step with them.
 
 An op runs on every GPU, over that GPU's part; `all_reduce` adds up the results of the ranks (transports.py), so that
-rows are bitwise identical on all of them. A captured step is one graph per GPU. Every GPU has whole logits, and samples
-the next tokens from its own; the host reads the tokens of rank 0.
+rows are bitwise identical on all GPUs. A captured step is one graph per GPU. Every GPU has the whole logits and samples
+the next tokens from them; the host reads the tokens of rank 0.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ from cuda_backend.transports import Transport, open_exchange, warn_of_slow_sums
 
 
 def on_all(name: str) -> Any:
-    """The op `name` on every GPU, with what each has of its arguments."""
+    """Make a method that runs the op `name` on every GPU, with that GPU's part of each argument."""
 
     def op(self: "TensorParallelOps", *args: Any, **options: Any) -> Any:
         def one(rank: int) -> Any:
@@ -49,7 +49,7 @@ def on_all(name: str) -> Any:
 
 
 class Drawn(Sampler):
-    """`sampler` with the random numbers of its next `rows` tokens, which every rank takes."""
+    """A sampler like `sampler` with fixed random numbers for its next `rows` tokens, so that all ranks draw alike."""
 
     def __init__(self, sampler: Sampler, rows: int):
         self.__dict__ |= vars(sampler)
@@ -61,19 +61,21 @@ class Drawn(Sampler):
 
 
 class TensorParallelOps(SeveralGpus):
-    """The op contract on GPUs that share every layer. A weight made here lies whole on each; `load` divides a model.
+    """The op contract on GPUs that share every layer.
 
-    loaded  the ranks' models, each on one GPU's ops, that the first `load` made
+    A weight made by these ops lies whole on each GPU; `load` divides a model among the GPUs.
+
+    loaded  the ranks' models, each made with one GPU's ops, of the first `load`
     """
 
     def __init__(self, gpus: Sequence[Gpu], exchange: Transport):
         super().__init__(gpus)
         self.exchange = exchange
         ranks = [Ranks(rank, len(gpus), divides_head=True) for rank in range(len(gpus))]
-        self.ranks = ranks[0]  # by which parts are predicted, which are alike
+        self.ranks = ranks[0]  # rank 0 predicts the bytes of a part; all parts are equal
         for own, gpu in zip(ranks, gpus, strict=True):
             gpu.ops.ranks = own
-        self.steps: list[DeviceStep] = []  # of the ranks, while one is launched
+        self.steps: list[DeviceStep] = []  # the step on each rank, while it is launched
         self.loaded: list[Any] = []
 
     # -- weights and states --------------------------------------------------------------------------------------------
@@ -98,7 +100,7 @@ class TensorParallelOps(SeveralGpus):
         return PerRank(self.gpus, self.each_gpu(lambda gpu: gpu.ops.vector(tensor)))
 
     def weight_bytes(self, weight: PerRank) -> int:
-        """Count the bytes on all GPUs, which read them at once."""
+        """Count the bytes of a weight on all GPUs, which read their parts at the same time."""
         return sum(gpu.ops.weight_bytes(part) for gpu, part in zip(self.gpus, weight.parts, strict=True))
 
     def held_pool_bytes(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int, rows: int) -> int:
@@ -193,7 +195,7 @@ class TensorParallelOps(SeveralGpus):
         else:
             with self._first() as ops:
                 return ops.sample(logits.parts[0], sampler)
-        first = self.gpus[0].ops.sample  # which copies the tokens to the host as well
+        first = self.gpus[0].ops.sample  # rank 0 copies the tokens to the host as well
 
         def one(rank: int) -> Array:
             own = logits.parts[rank]
@@ -247,15 +249,15 @@ class TensorParallelOps(SeveralGpus):
 
     @contextmanager
     def _first(self) -> Iterator[CudaOps]:
-        """The ops of rank 0, to read something."""
+        """Provide the ops of rank 0, to read something."""
         try:
             with self.gpus[0].device:
                 yield self.gpus[0].ops
         finally:
-            self.exchange.check()  # whose sentence explains rows that are not finite
+            self.exchange.check()  # its error explains why rows are not finite
 
     def _each(self, fn: Callable[[int], Any]) -> list[Any]:
-        """`fn` of each rank, with its GPU as the current one."""
+        """Call `fn` with each rank, its GPU made current, and return the results."""
         out = []
         for rank, gpu in enumerate(self.gpus):
             with gpu.device:
@@ -263,7 +265,7 @@ class TensorParallelOps(SeveralGpus):
         return out
 
     def _local(self, x: Any, rank: int) -> Any:
-        """An argument as the ops of a rank take it."""
+        """Convert an argument to what the ops of a rank take."""
         if isinstance(x, PerRank):
             return x.parts[rank]
         if isinstance(x, MultiGpuStep):
@@ -271,7 +273,7 @@ class TensorParallelOps(SeveralGpus):
         return getattr(self.steps[rank], x.name) if isinstance(x, Input) else x
 
     def _per_rank(self, outs: Sequence[Any]) -> Any:
-        """Wrap what an op returned on the ranks."""
+        """Wrap an op's results of all ranks in one PerRank."""
         if isinstance(outs[0], tuple):
             return tuple(self._per_rank(parts) for parts in zip(*outs, strict=True))
         return PerRank(self.gpus, outs) if isinstance(outs[0], Array) else outs[0]
@@ -285,13 +287,13 @@ class TensorParallelOps(SeveralGpus):
 def open_ranks(
     devices: Sequence[int], sizes: Callable[[Ops], Sequence[int]], make: Callable[[], CudaOps]
 ) -> TensorParallelOps:
-    """Ops on the GPUs `devices`: see `cuda_backend.open_tensor_parallel`."""
+    """Make the ops for the GPUs `devices`, as `cuda_backend.open_tensor_parallel` describes."""
     check_devices(devices, devices)
     if len(devices) > MOST_RANKS:
         raise BimetalError(f"tensor_parallel is {len(devices)}; supported are 2 to {MOST_RANKS} GPUs")
     for index in devices[1:]:
         card, first = card_of(index), card_of(devices[0])
-        if card != first:  # how products are divided, and with it their rounding, depends on the card
+        if card != first:  # the division of products into partial sums, and so their rounding, depends on the card
             raise BimetalError(
                 f"GPU {devices[0]} is {first.name} with {first.sms} multiprocessors, GPU {index} {card.name} with "
                 f"{card.sms}; tensor_parallel needs GPUs of one kind, on which rows are equal to the bit"

@@ -11,9 +11,9 @@ FEW = 1 << 14  # most numbers copied through pinned memory; the driver copies lo
 
 
 class Arrival:
-    """int32 numbers in pinned memory of the host, complete once `done` has happened.
+    """Array of int32 numbers in pinned host memory, complete once the event `done` has happened.
 
-    address  of the numbers, for the host and for kernels
+    address  address of the numbers, for the host and for kernels
     """
 
     __slots__ = ("address", "done", "memory", "numbers", "to_host")
@@ -24,11 +24,11 @@ class Arrival:
         self.address = self.numbers.ctypes.data
 
     def launched(self) -> None:
-        """Note that what writes the numbers has been launched on the stream."""
+        """Note that the kernel or copy that writes the numbers has been launched on the stream."""
         self.to_host.stream.record(self.done)
 
     def read(self) -> np.ndarray:
-        """Wait for the numbers alone, not for what was launched after them."""
+        """Wait for the numbers, not for later launches, and return them."""
         started = time.perf_counter()
         self.done.synchronize()
         self.to_host.waited += time.perf_counter() - started
@@ -36,19 +36,19 @@ class Arrival:
 
 
 class ToHost:
-    """Copies to the host in the order of one stream.
+    """Copy numbers to the host in the order of one stream.
 
-    The pool of pinned memory is this object's own: memory of an Arrival that nobody reads goes to a later copy, which
-    the stream runs after the earlier one.
+    This object has its own pool of pinned memory: memory of an Arrival that nobody reads is reused by a later copy,
+    which the stream runs after the earlier one.
 
-    waited  seconds for which the host has waited for numbers
+    waited  seconds that the host has waited for numbers
     """
 
     def __init__(self, stream: Stream):
         self.stream, self.pool, self.waited = stream, cupy.cuda.PinnedMemoryPool(), 0.0
 
     def expect(self, count: int) -> Arrival:
-        """Return memory for `count` int32 numbers that a kernel will write: without a copy the host has them sooner."""
+        """Return memory for `count` int32 numbers that a kernel writes directly, which is sooner than by a copy."""
         return Arrival(self, self.pool.malloc(max(4 * count, 1)), count)
 
     def copy(self, address: int, count: int) -> Arrival:
@@ -60,7 +60,7 @@ class ToHost:
         return arrival
 
     def read(self, address: int, count: int) -> np.ndarray:
-        """Copy `count` int32 numbers at `address`, and wait for them and for all that was launched before."""
+        """Copy `count` int32 numbers at `address`; wait for them, and for everything launched before."""
         if 0 < count <= FEW:
             return self.copy(address, count).read()
         out, runtime = np.empty(count, np.int32), cupy.cuda.runtime

@@ -1,4 +1,4 @@
-"""Transports of rows among GPUs that share every layer: each other's memory, or NCCL where they cannot reach it."""
+"""Choose how tensor parallelism exchanges rows: through peer memory, or by NCCL if GPUs cannot access each other's."""
 
 import itertools
 import sys
@@ -16,12 +16,12 @@ from cuda_backend.several_gpus import connect
 
 Transport = Exchange | NcclExchange
 
-SLOW = 8e-6  # seconds of a sum above which tensor parallelism may slow a small model down
+SLOW = 8e-6  # seconds per sum above which tensor parallelism may slow a small model down
 SUMS, COLUMNS, RUNS = 16, 256, 3  # what `sum_seconds` measures
 
 
 def open_exchange(gpus: Sequence[Gpu]) -> Transport:
-    """The exchange of `gpus`, whose places are the ranks; BimetalError where they have no way to exchange rows."""
+    """Open the exchange of `gpus`, in the order of ranks; raises BimetalError if they cannot exchange rows."""
     pairs = [(a.index, b.index) for a, b in itertools.permutations(gpus, 2)]
     apart = next((pair for pair in pairs if not cupy.cuda.runtime.deviceCanAccessPeer(*pair)), None)
     if apart is None:
@@ -39,7 +39,7 @@ def open_exchange(gpus: Sequence[Gpu]) -> Transport:
 
 
 def warn_of_slow_sums(gpus: Sequence[Gpu], exchange: Transport, layers: int) -> None:
-    """Print what sums cost a token of a model of so many layers, if GPUs are joined by less than NVLink."""
+    """Print the time of sums per token for a model of so many layers, if the GPUs' link is slower than NVLink."""
     seconds = sum_seconds(gpus, exchange)
     if seconds > SLOW:
         names = ",".join(str(gpu.index) for gpu in gpus)
@@ -51,7 +51,7 @@ def warn_of_slow_sums(gpus: Sequence[Gpu], exchange: Transport, layers: int) -> 
 
 
 def sum_seconds(gpus: Sequence[Gpu], exchange: Transport) -> float:
-    """Measure a sum of one row, one of many in a captured graph of each GPU."""
+    """Measure the seconds of a sum of one row, among many sums in a captured graph on each GPU."""
     xs = list[Array]()
     for gpu in gpus:
         gpu.context.arena.reset()
@@ -64,7 +64,7 @@ def sum_seconds(gpus: Sequence[Gpu], exchange: Transport) -> float:
             for _ in range(SUMS):
                 sums = exchange.sum(sums)
 
-    launch()  # kernels are loaded and memory is taken before anything is captured
+    launch()  # load kernels and allocate memory before the capture
     graphs, best = list[Graph](), float("inf")
     for gpu in gpus:
         with gpu.device:
@@ -73,7 +73,7 @@ def sum_seconds(gpus: Sequence[Gpu], exchange: Transport) -> float:
     for gpu, graph in zip(gpus, graphs, strict=True):
         with gpu.device:
             graph.end()
-    last = gpus[-1]  # which begins when the others wait for it
+    last = gpus[-1]  # this GPU begins when the others already wait for it
     with last.device:
         begun, done = cupy.cuda.Event(), cupy.cuda.Event()
     for _ in range(RUNS):

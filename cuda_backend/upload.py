@@ -1,8 +1,9 @@
-"""Bytes of the host to the device by way of pinned memory: threads fill some buffers while the device fetches others.
+"""Upload weights to the device through pinned memory: threads fill some buffers while the device reads others.
 
-One thread reads a memory-mapped file at a fifth of what a device takes, and so does the driver where memory is not
-pinned. NumPy copies without the interpreter's lock, but a thread that sleeps between pieces wakes late: in a load the
-next weight's pieces are given to the readers before those of the last are all there.
+One thread reads a memory-mapped file at a fifth of the speed at which a device receives bytes, and so does the driver
+if memory is not pinned. NumPy copies without holding the interpreter's lock, but a thread that sleeps between pieces
+wakes late. While a model is loaded, readers therefore get the next weight's pieces before they have finished the last
+weight's.
 """
 
 import itertools
@@ -21,17 +22,17 @@ from common.tensors import Tensor, give_back
 from cuda_backend.launch import Stream
 from cuda_backend.memory import Memory
 
-BUFFER, BUFFERS = 64 << 20, 4  # bytes of one, and how many
+BUFFER, BUFFERS = 64 << 20, 4  # bytes of a buffer, and number of buffers
 READERS = min(8, os.cpu_count() or 1)  # threads; more would wait for each other
 LEAST = 1 << 20  # bytes below which one thread copies alone
 FLAGS = 1 << 12  # most weights whose scales are checked together
 
 
 class Uploader:
-    """Copies to the device in the order of `stream`. It keeps BUFFERS * BUFFER bytes of pinned memory.
+    """Copy to the device in the order of `stream`, through BUFFERS * BUFFER bytes of pinned memory, which it keeps.
 
-    ahead    buffers that may still be filled when a weight is done: more than 0 within `CudaOps.loading`
-    filling  of each such buffer its reads, and what follows once they are done
+    ahead    buffers that may still be filled when a weight is returned: more than 0 within `CudaOps.loading`
+    filling  for each such buffer, its reads, and what follows once they are done
     """
 
     def __init__(self, stream: Stream):
@@ -46,7 +47,7 @@ class Uploader:
         self.unchecked: list[Sequence[Tensor]] = []
 
     def room(self, nbytes: int) -> int:
-        """Address of device memory for the next copy of the stream: one buffer for all calls, grown if too small."""
+        """Return the address of device memory for the stream's next copy: one buffer for all calls, which grows."""
         if nbytes > self.memory.nbytes:
             self.finish()
             self.stream.synchronize()
@@ -54,7 +55,7 @@ class Uploader:
         return self.memory.address
 
     def flag(self, parts: Sequence[Tensor]) -> int:
-        """Address to which the device writes a nonzero if one of these scales is not finite; `check` refuses that."""
+        """Return an address to which the device writes nonzero if a scale of `parts` is not finite; see `check`."""
         if len(self.unchecked) == FLAGS:
             self.check()
         self.flags = self.flags or Memory(4 * FLAGS)
@@ -64,7 +65,7 @@ class Uploader:
         return address
 
     def check(self) -> None:
-        """Raises BimetalError for a scale that is not finite among those since the last call. Waits for the device."""
+        """Wait for the device; raise BimetalError if a scale flagged since the last call is not finite."""
         self.finish()
         (unchecked, self.unchecked), (memory, self.flags) = (self.unchecked, []), (self.flags, None)
         flags, kind = np.zeros(len(unchecked), np.int32), cupy.cuda.runtime.memcpyDeviceToHost
@@ -74,13 +75,13 @@ class Uploader:
         for parts, refused in zip(unchecked, flags, strict=True):
             if refused:
                 for part in parts:
-                    check_scales(part)  # which says where
+                    check_scales(part)  # raises an error that says where
                 raise BimetalError(f"tensor {parts[0].name!r} or one beside it changed while it was loaded")
 
     def copy(self, address: int, arrays: Sequence[np.ndarray]) -> None:
-        """Copy arrays (n, bytes), one after the other, to device memory, sent by the next `finish`.
+        """Copy arrays (n, bytes), one after the other, to device memory at `address`; the next `finish` sends them.
 
-        They must not change before. Pages of a file that they are views of are given back.
+        The arrays must not change before. If they are views of a mapped file, its pages are released.
         """
 
         def read(place: np.ndarray, piece: np.ndarray) -> None:
@@ -104,32 +105,32 @@ class Uploader:
             self.then(partial(give_back, array))
 
     def then(self, launch: Callable[[], None]) -> None:
-        """Call `launch` after all copies until now."""
+        """Call `launch` after all copies queued so far."""
         if self.filling:
             self.filling[-1][1].append(launch)
         else:
             launch()
 
     def finish(self, most: int = 0) -> None:
-        """Wait until only the last `most` buffers are being filled, and send the others."""
+        """Send all buffers but the last `most`, which may still be filled, after waiting for their reads."""
         while len(self.filling) > most:
             reads, follows = self.filling.popleft()
             try:
                 for done in reads:
                     done.result()
             finally:
-                wait(reads)  # interrupted or not: what comes next fills the buffer from other arrays
+                wait(reads)  # even if interrupted: the next copy fills the same buffer from other arrays
             for follow in follows:
                 follow()
 
     def drop(self) -> None:
-        """Forget what was not sent, as its memory may be gone."""
+        """Forget what was not sent: the memory that it would be sent to may have been freed."""
         wait([read for reads, _ in self.filling for read in reads])
         self.filling.clear()
 
 
 def _filling(arrays: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """The arrays in pieces of whole units, a list for each buffer that they fill: one or more for each reader."""
+    """Yield for each buffer the list of pieces that fill it, of whole rows: one or more pieces for each reader."""
     pieces: list[np.ndarray] = []
     room = BUFFER
     for array in arrays:

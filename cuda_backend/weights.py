@@ -1,7 +1,7 @@
 """Matrices on the device: repacked block types and plain floats.
 
-A `Weight` is a stack of segments by rows, one per stored type, so that parts of different types (a Q6_K value
-projection beside Q4_K queries) still make one output.
+A `Weight` stacks segments by rows, one segment per stored type, so that parts of different types (a Q6_K value
+projection after Q4_K queries) still make one output.
 """
 
 import itertools
@@ -28,8 +28,8 @@ UPLOAD = 64 << 20  # bytes of a file that are copied and repacked at a time
 class Segment:
     """Rows of one stored type; `columns` x `rows` per expert.
 
-    places  of a stack, the address of each expert's matrix, on the device
-    moved   some experts lie elsewhere than in `memory`: kernels find all of them by `places`
+    places  for a stack of experts, device memory with the address of each expert's matrix
+    moved   whether some experts lie outside `memory`, so that kernels find all of them by `places`
     """
 
     type: str
@@ -62,7 +62,7 @@ class Segment:
 class Weight:
     """A matrix (rows, columns), or `experts` of them; `nbytes` as stored in the file.
 
-    layer  of a mixture's experts
+    layer  layer of a mixture's experts
     """
 
     segments: tuple[Segment, ...]
@@ -85,10 +85,10 @@ Stage = Callable[[Tensor, list[np.ndarray], slice], int]  # a slice of stored ro
 def load(
     parts: Sequence[Tensor], uploader: Uploader, half: str, stage: Stage | None = None
 ) -> tuple[Weight, list[str]]:
-    """The parts stacked by rows, and the types that are held as float16 instead; BF16 where `half` is F16.
+    """Stack the parts by rows; return (weight, names of types held as float16 instead, such as BF16 if `half` is F16).
 
-    A scale that is not finite is refused here in what is expanded, else by `uploader.check`. On the stream all is there
-    when this returns, but for the last `uploader.ahead` buffers.
+    Raises BimetalError for a scale that is not finite in an expanded part; `uploader.check` finds such a scale in other
+    parts. When this returns, all copies but the last `uploader.ahead` buffers are queued on the stream.
     """
 
     def upload_rows(tensor: Tensor, stored: list[np.ndarray], rows: slice) -> int:
@@ -102,7 +102,7 @@ def load(
             check_scales(part)
     expanded = [p.type for p in parts if not is_kept(p, half)]
     groups: list[list[Tensor]] = []
-    for part in parts:  # neighbours of one type become one segment
+    for part in parts:  # adjacent parts of one type become one segment
         if (
             groups
             and groups[-1][0].type == part.type
@@ -128,7 +128,7 @@ def is_kept(part: Tensor, half: str) -> bool:
 
 
 def held_bytes(part: Tensor) -> int:
-    """Device bytes of a tensor by itself; rows of a neighbour of the same type may fill what pads it to 128 rows."""
+    """Count the device bytes of a tensor alone; rows of an adjacent part may fill its padding to 128 rows."""
     experts, rows = (part.shape[0], part.shape[1]) if len(part.shape) == 3 else (1, part.shape[0])
     if part.scales is None and part.type in UNITS:
         k_size, tile = UNITS[part.type]
@@ -137,7 +137,7 @@ def held_bytes(part: Tensor) -> int:
 
 
 def _segment(parts: list[Tensor], uploader: Uploader, half: str, stage: Stage) -> Segment:
-    """Stack parts of one type by rows and repack them on the device to the units that products read."""
+    """Stack parts of one type by rows, and repack them on the device into the units that products read."""
     first = parts[0]
     experts = first.shape[0] if len(first.shape) == 3 else 1
     rows, columns = sum(p.shape[-2] for p in parts), first.shape[-1]
@@ -150,7 +150,7 @@ def _segment(parts: list[Tensor], uploader: Uploader, half: str, stage: Stage) -
     row_bytes = first.data.shape[-1]
     data = [p.data if p.data.ndim == 3 else p.data.reshape(experts, -1, row_bytes) for p in parts]
     matrices = [[d[expert] for d in data] for expert in range(experts)]
-    if rows % 128 == 0:  # then no padding comes between them
+    if rows % 128 == 0:  # no padding lies between the experts
         matrices = [[data[0].reshape(-1, row_bytes)] if len(data) == 1 else list(itertools.chain(*matrices))]
     each, to = rows * experts // len(matrices), memory.address
     chunk = max(128, UPLOAD // row_bytes // 128 * 128)
@@ -167,7 +167,7 @@ def _segment(parts: list[Tensor], uploader: Uploader, half: str, stage: Stage) -
 
 
 def _places(stack: Tensor, memory: Memory, uploader: Uploader) -> Memory | None:
-    """The addresses of the experts of a stack that lie one after the other."""
+    """Upload the addresses of a stack's experts, which lie one after the other; None: the stack has no experts."""
     if len(stack.shape) < 3:
         return None
     experts = stack.shape[0]
@@ -175,7 +175,7 @@ def _places(stack: Tensor, memory: Memory, uploader: Uploader) -> Memory | None:
 
 
 def _rows_of(arrays: list[np.ndarray], rows: slice) -> Iterator[np.ndarray]:
-    """Rows of (n, bytes) arrays as if they were stacked."""
+    """Yield `rows` of the stack of (n, bytes) arrays, without copying."""
     at = 0
     for array in arrays:
         first, last = max(rows.start - at, 0), min(rows.stop - at, len(array))
@@ -206,7 +206,10 @@ def _float_segment(
 
 
 def _float16(part: Tensor, row: int, n: int) -> np.ndarray:
-    """Rows of a tensor of any type, counted over all but the last axis, as float16; BimetalError if too large."""
+    """Convert n rows of a tensor from `row` on, counted over all axes but the last, to float16.
+
+    Raises BimetalError for values that float16 cannot hold.
+    """
     flat = _flat(part)
     values = dequantize(flat.take_rows(np.arange(row, min(row + n, flat.shape[0]))))
     with np.errstate(over="ignore"):

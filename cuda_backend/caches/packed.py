@@ -1,7 +1,7 @@
-"""A compressed cache: rows in their formats beside float16 copies of those that attention reads exactly.
+"""A compressed cache: encoded rows, and float16 copies of those rows that attention reads exactly.
 
 `common.reference_packed.NumpyPacked` defines which tokens a row reads exactly, and how keys are equalised. Exact keys
-are stored unrotated; exact values are rotated if the codes of values are, so that attention can add up both.
+are stored unrotated. Exact values are rotated if encoded values are, so that attention can add up both.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from cuda_backend.runs import Run
 
 @dataclass(frozen=True)
 class Exact:
-    """The exact rows and statistics that one layer keeps beside its codes.
+    """Exact rows and statistics that one layer keeps in addition to its encoded rows.
 
     kv     keys and values of the tokens that are read exactly; common.storage.ExactSpec
-    mean   address of each channel's mean in slot 0, float32 (K, D); 0: keys are encoded as they are
-    scale  of each channel's scale
-    slot   bytes from a slot's to the next's
+    mean   address of the channels' means in slot 0, float32 (K, D); 0: keys are encoded unchanged
+    scale  address of the channels' scales in slot 0, float32 (K, D)
+    slot   bytes from the statistics of one slot to those of the next
     """
 
     kv: KV
@@ -38,12 +38,12 @@ class Exact:
 
 
 class PackedStore(KVStore):
-    """The caches of all layers of one shape.
+    """Compressed caches of all layers of one shape.
 
-    exact      store of the rows that are read exactly
-    stats      mean and scale of the calibrating rows, float32 (slots, 2, layers, K, D): 0 and 1 before that
-    slot_stats bytes of the statistics of a slot
-    calibrates whether the step noted last completes the calibrating rows, and encodes keys with their statistics
+    exact       store of the rows that are read exactly
+    stats       mean and scale of the calibrating rows, float32 (slots, 2, layers, K, D); 0 and 1 before a calibration
+    slot_stats  bytes of the statistics of a slot
+    calibrates  whether the latest noted step completes the calibrating rows, and encodes keys with their statistics
     """
 
     def __init__(self, spec: KVSpec, layers: int, slots: PoolSlots):
@@ -69,7 +69,7 @@ class PackedStore(KVStore):
         return self.spec.packing.calibration
 
     def clear(self, slot: int) -> None:
-        """Forget a slot's statistics."""
+        """Reset a slot's statistics."""
         copy_in(self._stats(slot), np.repeat(np.array([0, 1], np.float32), self.slot_stats // 8), self.stream)
 
     def _stats(self, slot: int) -> int:
@@ -146,12 +146,14 @@ def calibrate(
     step: int = 0,
     kept: tuple[int, int] = (0, 0),
 ) -> None:
-    """Mean, then scale, float32 (rows, heads, D) each, of the first `count` keys and queries on the path of each row.
+    """Write to `to` the means, then scales, float32 (rows, heads, D) each, of the first `count` keys and queries.
 
-    keys   float16 rows, the step's among them: of each layer `layer_heads` heads of keys, then as many of queries
-    step   address of the step whose rows these are; 0: one row, whose path is the first positions in order
-    kept   address of the statistics of slot 0, which rows of a step after `count` committed keys take, and elements
-           from a slot's to the next
+    The keys and queries are those on the path of each of `rows` rows.
+
+    keys   float16 rows, including those of the step: per layer `layer_heads` heads of keys, then as many of queries
+    step   address of the step that has the rows; 0: one row, whose path is the first positions in order
+    kept   (address of the statistics of slot 0, elements from one slot's statistics to the next); rows of a step after
+           `count` committed keys take these statistics
     """
     heads, width = keys.heads // 2, keys.width
     kernel("calibrate", "calibrate")(
@@ -163,7 +165,7 @@ def calibrate(
 
 
 def keeps_exact(spec: KVSpec) -> bool:
-    """Test whether a cache stores exact rows beside its codes; a float16 cache needs none."""
+    """Test whether a cache stores exact rows in addition to encoded ones; a float16 cache needs none."""
     return spec.packing.keeps_exact and any(plane.format not in (NATIVE, HALF) for plane in spec.planes)
 
 

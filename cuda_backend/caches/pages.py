@@ -1,4 +1,4 @@
-"""Pages of caches: a table in device memory, read by kernels, maps the positions of each sequence to pages."""
+"""Pages of caches: kernels read a table in device memory that maps the positions of each sequence to pages."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,16 +13,16 @@ from cuda_backend.runs import Run
 
 
 class Pages:
-    """Pages of PAGE positions, which sequences take as they grow: every store of a pool has a page of each number.
+    """Pages of PAGE positions, which sequences take as they grow; a page number means one page in every store.
 
-    A page is zeroed when it is taken, because attention multiplies masked rows after a sequence's last row by 0.
+    A page is zeroed when a sequence takes it, because attention multiplies masked rows after the last row by 0.
 
     count   number of pages
-    vacant  slots without a sequence, which the pool counts; their pages are free
+    vacant  slots without a sequence, a list that the pool updates; their pages can be freed
     most    largest number of rows of a sequence
     table   address of the page numbers, int32 [slots][pages of a whole context]; captured graphs read it
-    held    pages of each slot, the first ones of its part of the table
-    free    numbers of pages that no slot holds
+    held    number of pages of each slot, which are the first entries of its part of the table
+    free    numbers of the pages that no slot holds
     """
 
     def __init__(self, slots: int, capacity: int, count: int, vacant: Sequence[int], stream: Stream):
@@ -32,21 +32,21 @@ class Pages:
         self._memory = zeros(self._numbers.nbytes, stream)
         self.table = self._memory.address
         self.held, self.free = [0] * slots, list(range(count - 1, -1, -1))
-        self._stores: list[tuple[int, int]] = []  # where the pages of each begin, and their bytes
+        self._stores: list[tuple[int, int]] = []  # (address of the first page, bytes per page) of each store
 
     def store(self, shape: Planes) -> tuple[Memory, Planes]:
-        """Memory for the pages of one store, and its planes there."""
+        """Allocate the pages of one store; return their memory and the store's planes in it."""
         block = page_bytes(shape)
         memory = Memory(self.count * block, self.stream)
         self._stores.append((memory.address, block))
         return memory, pages_at(memory.address, shape, self.table, self.each)
 
     def hold_runs(self, runs: Iterable[Run], lengths: Sequence[int]) -> None:
-        """Take pages for the rows of a step after committed ones; raises NoRoomError, and takes none, as `hold`."""
+        """Take pages for the rows of a step after committed positions; raises NoRoomError as `hold` does."""
         self.hold([(slot, lengths[slot] + rows) for slot, _, rows in runs])
 
     def hold(self, needs: Sequence[tuple[int, int]]) -> None:
-        """Take pages for so many positions of each slot; raises NoRoomError, and takes none, where too few are free."""
+        """Take pages for (slot, positions) pairs; raises NoRoomError, and takes none, if too few pages are free."""
         held = self.held
         short = [need for need in needs if need[1] > held[need[0]] * PAGE]
         missing = [(slot, -(-min(positions, self.most) // PAGE) - held[slot]) for slot, positions in short]
@@ -75,28 +75,28 @@ class Pages:
                 cupy.cuda.runtime.memsetAsync(address + page * block, 0, block, self.stream.ptr)
 
     def truncate(self, slot: int, positions: int) -> None:
-        """Free the pages of a slot after so many positions; what was launched on the stream may still read them."""
+        """Free a slot's pages after its first `positions`; work launched on the stream before may still read them."""
         kept = min(self.held[slot], -(-positions // PAGE))
         self.free += self._numbers[slot, kept : self.held[slot]].tolist()
         self.held[slot] = kept
 
     def reclaim(self) -> None:
-        """Free the pages of slots whose sequences are gone."""
+        """Free the pages of vacant slots."""
         for slot in tuple(self.vacant):
             self.truncate(slot, 0)
 
     @property
     def block(self) -> int:
-        """Bytes of a page in all stores."""
+        """Count the bytes of a page in all stores."""
         return sum(block for _, block in self._stores)
 
 
 def pages_of(capacity: int) -> int:
-    """Pages of a sequence of `capacity` tokens and the rows of a step after them."""
+    """Count the pages of a sequence of `capacity` tokens and of the rows of a step after them."""
     return -(-rows_held(capacity) // PAGE)
 
 
 def page_count(slots: int, capacity: int, tokens: int | None) -> int:
-    """Pages for `slots` sequences of `tokens` tokens together, at least of one whole context; None: of all of them."""
+    """Count the pages of `slots` sequences of `tokens` tokens together, at least one whole context; None: `slots`."""
     each = pages_of(capacity)
     return slots * each if tokens is None else min(slots * each, max(each, tokens // PAGE + slots))

@@ -1,4 +1,4 @@
-"""Planes: where the rows of a cache lie on the device, and the one launch that moves rows from one cache to another."""
+"""Planes: where the rows of a cache lie on the device, and the launch that copies rows from one cache to another."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,15 +16,15 @@ from cuda_backend.layout import group_count, padded, tail_places
 from cuda_backend.memory import Memory, copy_in, room
 from cuda_backend.prototypes import PLANE
 
-HALF = "f16"  # the format of the backend's own rows
+HALF = "f16"  # the backend's own format of rows
 TILE = 64  # positions that attention reads at a time
 PAGE = 256  # positions of a page: kernels/plane.cuh
-COPIED = 256 << 20  # bytes through which rows of the host are written
-MOST_PIECES = 512  # of a past that attention splits: kernels/pieces.cu combine
+COPIED = 256 << 20  # bytes of the buffer through which rows are written from the host
+MOST_PIECES = 512  # most pieces into which attention divides a past: kernels/pieces.cu combine
 
 
 class Places(NamedTuple):
-    """Places of positions in a head: the first `fixed` in order, then the others in a ring of `ring` rows."""
+    """Places of positions in a head: the first `fixed` positions in order, then all others in a ring of `ring` rows."""
 
     fixed: int
     ring: int
@@ -40,12 +40,12 @@ class Plane:
 
     A block holds a whole sequence, or, if the plane has a page table, the PAGE places of a page.
 
-    address  of the first row of block 0
-    block    bytes from one block to the next; 0: there is one
-    table    address of the pages of each sequence, int32 [slots][pages]; 0: block i belongs to the sequence of slot i
-    pages    numbers of a sequence in the table
-    width    values of a row; of float16 padded to 16
-    format   of a row: a name of FORMATS
+    address  address of the first row of block 0
+    block    bytes from one block to the next; 0: there is one block
+    table    address of the page numbers of each sequence, int32 [slots][pages]; 0: block i belongs to slot i
+    pages    page numbers per sequence in the table
+    width    values of a row; for float16 padded to a multiple of 16
+    format   format of a row: a name of FORMATS
     rotated  whether vectors are rotated before they are stored: common/hadamard.py
     """
 
@@ -70,25 +70,25 @@ class Plane:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a block."""
+        """Count the bytes of a block."""
         return self.heads * self.head_bytes
 
     @property
     def record(self) -> np.ndarray:
-        """The plane as kernels receive it."""
+        """Make the struct Plane of kernels/plane.cuh."""
         rows = self.row_bytes, self.block_places
         return np.array((self.address, self.table, self.block, *rows, *self.places, self.pages), PLANE)
 
     def part(self, i: int, heads: int) -> "Plane":
-        """Return the plane of layer `i`: heads i * heads to (i + 1) * heads."""
+        """Return the plane of layer `i`: heads i * heads to (i + 1) * heads - 1."""
         return replace(self, address=self.address + i * heads * self.head_bytes, heads=heads)
 
     def at(self, address: int, places: Places | None = None) -> "Plane":
-        """Return a plane of the same rows of one sequence at another address, in one block."""
+        """Return a plane at another address for such rows of one sequence, in one block."""
         return replace(self, address=address, places=places or self.places, block=0, table=0, pages=0)
 
     def of_slot(self, slot: int) -> "Plane":
-        """The rows of one sequence."""
+        """Return the plane of one sequence's rows."""
         if self.table:
             return replace(self, table=self.table + 4 * slot * self.pages)
         return self.at(self.address + slot * self.block)
@@ -117,13 +117,13 @@ def planes_at(address: int, planes: Planes, places: Places | None = None) -> Pla
 
 
 def slots_at(address: int, planes: Planes) -> Planes:
-    """Planes of several sequences: all of one, then all of the next."""
+    """Place the planes of several sequences: all planes of one sequence, then all of the next."""
     size = planes_bytes(planes)
     return tuple(replace(plane, block=size) for plane in planes_at(address, planes))
 
 
 def pages_at(address: int, planes: Planes, table: int, pages: int) -> Planes:
-    """Planes of several sequences in pages, each of which has PAGE places of all planes."""
+    """Place the planes of several sequences in pages, each of which has PAGE places of all planes."""
     out = []
     for plane in planes:
         out.append(replace(plane, address=address, table=table, pages=pages))
@@ -140,7 +140,7 @@ def planes_bytes(planes: Planes) -> int:
 
 
 def page_bytes(planes: Planes) -> int:
-    """Bytes of a page that has places of all of `planes`."""
+    """Count the bytes of a page that has PAGE places of all of `planes`."""
     return PAGE * sum(plane.heads * plane.row_bytes for plane in planes)
 
 
@@ -150,7 +150,7 @@ def rows_held(capacity: int) -> int:
 
 
 def all_places(capacity: int) -> Places:
-    """Places of a cache that keeps every position of `capacity` tokens."""
+    """Return the places of a cache that keeps every position of `capacity` tokens."""
     return Places(rows_held(capacity) - TILE, TILE)
 
 
@@ -166,7 +166,7 @@ def move_path(planes: Planes, past: int, path: Sequence[int], stream: Stream) ->
     cupy.cuda.runtime.memcpyAsync(device.address, rows.ctypes.data, rows.nbytes, 1, stream.ptr)
     if np.all(np.diff(rows) > 0):
         copy_rows(planes, past, planes, past, n, stream, device.address)
-    else:  # a source may be overwritten before it is read
+    else:  # copied out first: in place, a source could be overwritten before it is read
         dense = planes_at(0, planes, Places(n, 1))
         aside = Memory(planes_bytes(dense), stream)
         dense = planes_at(aside.address, planes, Places(n, 1))
@@ -177,7 +177,7 @@ def move_path(planes: Planes, past: int, path: Sequence[int], stream: Stream) ->
 def copy_rows(source: Planes, first: int, to: Planes, to_first: int, n: int, stream: Stream, path: int = 0) -> None:
     """Copy n rows of every head from `source` to `to`: position first + path[j] (or first + j) to to_first + j.
 
-    path  address of n int32 on the device
+    path  address of int32 (n,) on the device; 0: none
     """
     unit = next(u for u in (16, 8, 4, 2) if all(plane.row_bytes % u == 0 for plane in source))
     heads = [plane.heads for plane in source]
@@ -216,14 +216,14 @@ def copy(to: int, source: int, nbytes: int, stream: Stream) -> None:
 
 
 def shapes_of(planes: Planes, rows: int) -> list[Shape]:
-    """Return the shapes that `read_rows` of so many positions returns."""
+    """Return the shapes of what `read_rows` returns for `rows` positions."""
     return [((plane.heads, rows, plane.row_bytes), np.dtype(np.uint8)) for plane in planes]
 
 
 def read_rows(planes: Planes, stretches: Sequence[tuple[int, int]], stream: Stream) -> list[np.ndarray]:
-    """Copy the positions of stretches (first, last + 1) of every plane, (heads, positions, bytes of a row).
+    """Copy ranges of positions (first, last + 1) of every plane to the host: uint8 (heads, positions, bytes of a row).
 
-    The arrays are complete when stream.copies.completion says so.
+    The arrays are complete when the function returned by stream.copies.completion has returned.
     """
     n = sum(last - first for first, last in stretches)
     if n == 0:

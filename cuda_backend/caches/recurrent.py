@@ -1,7 +1,7 @@
 """Recurrent states of sequences: convolution tails and delta matrices of all layers, and rows to be applied to them.
 
-States come in pairs: a step reads one, and writes what the last commit made of it to the other, so it can run twice;
-`commit` only notes the path and swaps the two.
+Each sequence has a pair of states. A step reads one and writes it, with the last committed path applied, to the other,
+so that the step can run twice. `commit` only notes the path and swaps the two states.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,14 +21,14 @@ from cuda_backend.layout import padded
 from cuda_backend.memory import Memory, copy_in, room
 from cuda_backend.runs import Run
 
-NO_RUN = Run(0, 0, 0)  # of no step
+NO_RUN = Run(0, 0, 0)  # the run of no step
 
 
 @dataclass(frozen=True)
 class Conv:
-    """One layer's tails, float32 (n, C), `flip` elements apart, and rows (stores, MAX_DECODE_ROWS, C).
+    """One layer's two tails, float32 (n, C), `flip` elements apart, and rows (stores, MAX_DECODE_ROWS, C).
 
-    rows  where store 0 begins
+    rows  address at which store 0 begins
     """
 
     tail: int
@@ -39,12 +39,12 @@ class Conv:
 
     @staticmethod
     def size(spec: ConvSpec) -> int:
-        """Elements of one layer's state."""
+        """Count the elements of one layer's state."""
         return -(-(spec.taps - 1) * spec.channels // 64) * 64
 
     @staticmethod
     def row_parts(spec: ConvSpec) -> tuple[int, ...]:
-        """Elements that one row of a step leaves: the convolution's input."""
+        """Count the elements that a step stores per row: the convolution's input."""
         return (spec.channels,)
 
     @staticmethod
@@ -54,9 +54,9 @@ class Conv:
 
 @dataclass(frozen=True)
 class Delta:
-    """One layer's matrices, float32 (Hv, Dv, Dk), `flip` elements apart.
+    """One layer's two states, float32 matrices (Hv, Dv, Dk), `flip` elements apart.
 
-    keys, changes, factors  of rows, (stores, MAX_DECODE_ROWS, ...) each: where store 0 begins
+    keys, changes, factors  of rows, (stores, MAX_DECODE_ROWS, ...) each: address at which store 0 begins
     """
 
     matrix: int
@@ -78,7 +78,7 @@ class Delta:
 
     @staticmethod
     def row_parts(spec: DeltaSpec) -> tuple[int, ...]:
-        """Elements that one row of a step leaves: the rule's key, change and factor."""
+        """Count the elements that a step stores per row: the delta rule's key, change and factor."""
         return spec.key_heads * padded(spec.key_dim), spec.heads * spec.value_dim, spec.heads
 
     @staticmethod
@@ -86,18 +86,19 @@ class Delta:
         return spec.matrix_bytes
 
 
-Kinds = Sequence[tuple[Any, Any]]  # of each layer Conv or Delta, and its spec
+Kinds = Sequence[tuple[Any, Any]]  # for each layer, Conv or Delta, and its spec
 
 
 @dataclass
 class Pair:
     """The two recurrent states of one sequence.
 
-    current  the one that holds what is committed, but for `path`
-    path     committed rows that are still to be applied, rows of the step that filled the store `at`
-    step     the rows that may be committed, which the store `left` holds; the state `next` has the path applied
-    whole    is that step kept whole or not at all? Its rows are in no store, and `next` has them applied
-    empty    nothing was committed: the current state is zeros
+    current  the state with everything committed except `path`
+    path     committed rows that are not applied yet; their data is in the store `at`
+    step     rows of the latest step, which may be committed; their data is in the store `left`, and the state `next`
+             has `path` applied
+    whole    whether `step` can only be committed as a whole: its rows are in no store, and `next` has them applied
+    empty    whether nothing was committed, so that the current state is zeros
     """
 
     current: int = 0
@@ -111,13 +112,13 @@ class Pair:
 
 
 class Recurrent:
-    """The recurrent states of all layers.
+    """Recurrent states of all layers.
 
     kinds   class and spec of each layer
-    memory  per slot two states of all layers, a pair
-    rows    what the rows of a step left, in one of two stores, which all slots share: the next step fills the other
-            one. Where steps of several micro-batches alternate, each of these has two stores of its own, s and 1 - s
-    newest  the store that the last step filled
+    memory  per slot, two states of all layers
+    rows    data of a step's rows, in one of two stores, which all slots share: the next step fills the other one. If
+            steps of several micro-batches alternate, each micro-batch has its own two stores, s and 1 - s
+    newest  the store that the latest step filled
     """
 
     def __init__(
@@ -131,17 +132,17 @@ class Recurrent:
         self.kinds, self.apply_paths, self.stream = kinds, apply_paths, stream
         self.pairs, self.newest = [Pair() for _ in range(slots)], 1
         self.batches = batches
-        self._stores = list(range(1 - batches, batches + 1))  # the one that was filled last comes last
-        self.flip = sum(layer.size(spec) for layer, spec in kinds)  # elements of one of two
+        self._stores = list(range(1 - batches, batches + 1))  # the latest filled one comes last
+        self.flip = sum(layer.size(spec) for layer, spec in kinds)  # elements of one of the two states
         self.memory = zeros(2 * slots * self.flip * 4, stream)
         self.rows = zeros(rows_bytes(kinds, batches), stream)
 
     def layers(self) -> list[Conv | Delta]:
-        """Each layer's, which hold this one; not held here, so that the memory goes with the last of them."""
+        """Make the handles of the layers, which keep this object alive; the memory is freed with the last handle."""
         layers: list[Conv | Delta] = []
         at, row_at, batches = self.memory.address, self.rows.address, self.batches
         for layer, spec in self.kinds:
-            parts = []  # where store 0 of each begins, behind the stores of numbers below 0
+            parts = []  # address of store 0 for each part, after the stores with negative numbers
             for n in layer.row_parts(spec):
                 parts.append(row_at + (batches - 1) * 4 * MAX_DECODE_ROWS * n)
                 row_at += batches * 8 * MAX_DECODE_ROWS * n
@@ -150,14 +151,14 @@ class Recurrent:
         return layers
 
     def note_step(self, step: Step, runs: Sequence[Run]) -> None:
-        """Note a step before its launch; one of more than MAX_DECODE_ROWS rows is committed whole or not at all.
+        """Note a step before its launch; a step of more than MAX_DECODE_ROWS rows is committed whole or not at all.
 
-        Paths whose rows the step overwrites are applied first, those of sequences that sat a step out, and paths of its
-        own sequences that lie in the stores of another micro-batch.
+        Two kinds of paths are applied first: those whose rows the step overwrites, of sequences that had no row in the
+        preceding step, and those of the step's own sequences whose rows lie in the stores of another micro-batch.
         """
         step.order()
         whole = len(step) > MAX_DECODE_ROWS
-        if whole:  # which may run in parts, between which the steps of others overwrite rows
+        if whole:  # the step may run in parts, and steps of other sequences between two parts overwrite rows
             self.apply([run.slot for run in runs if len(self.pairs[run.slot].path)])
         else:
             if self.batches > 1:
@@ -174,10 +175,11 @@ class Recurrent:
             pair.step, pair.left, pair.next, pair.whole = run, self.newest, 1 - pair.current, whole
 
     def _choose_store(self, runs: Sequence[Run]) -> None:
-        """Choose the store that a step fills so that few paths must be applied: those that lie there, of anyone.
+        """Choose the store that a step fills so that few paths, those with rows in this store, must be applied first.
 
-        Paths of the step's own sequences may lie in the store beside it, which the step reads; others are applied here.
-        Rows of other micro-batches' last steps, of which a path may be committed later, are left alone.
+        The step itself applies paths of its own sequences with rows in the other store of the pair; this function
+        applies all others. It avoids a store with rows of another micro-batch's latest step, of which a path may still
+        be committed.
         """
         mine, last = {run.slot for run in runs}, self._stores[-(self.batches - 1) :]
         open_steps = {
@@ -205,11 +207,11 @@ class Recurrent:
 
     @property
     def store_of_paths(self) -> int:
-        """The store that holds the rows of the paths that a noted step applies; a long step applies none."""
+        """Return the store with the rows of the paths that a noted step applies; a long step applies none."""
         return 1 - self.newest
 
     def input(self, slot: int) -> tuple[int, int, Sequence[int]]:
-        """The states that a step reads and writes, counted from slot 0's first, and the path that it applies."""
+        """Return (state that a step reads, state that it writes, path that it applies), states counted from slot 0's."""
         pair = self.pairs[slot]
         return 2 * slot + pair.current, 2 * slot + 1 - pair.current, pair.path
 
@@ -233,10 +235,10 @@ class Recurrent:
         for pair in (self.pairs[slot] for slot in slots):
             pair.current, pair.path = 1 - pair.current, ()
             if pair.whole:
-                pair.step = None  # its state was there
+                pair.step = None  # the state of this step has been overwritten
 
     def snapshot(self, slot: int) -> Any:
-        """A copy of the states with the path applied; None, without memory, of an empty one."""
+        """Copy the slot's states with the path applied; return None, without a copy, if nothing was committed."""
         if self.pairs[slot].empty:
             return None
         return self._copy(slot)
@@ -256,7 +258,7 @@ class Recurrent:
         self._replaced(slot)
 
     def _replaced(self, slot: int) -> None:
-        """Note that the current state has been written as a whole."""
+        """Note that the whole current state has been written."""
         pair = self.pairs[slot]
         pair.path, pair.step, pair.empty = (), None, False
 
@@ -270,7 +272,7 @@ class Recurrent:
         return []
 
     def save_point(self, slot: int) -> list[np.ndarray]:
-        """The states of all layers as they lie on the device, with the path applied."""
+        """Copy the states of all layers, as they lie on the device, with the path applied."""
         self.stream.copies.make_room(4 * self.flip, room()[0])
         return [self.stream.copies.copy(self._copy(slot)).view(np.float32)]
 
@@ -279,7 +281,7 @@ class Recurrent:
         self._replaced(slot)
 
     def clear(self, slot: int) -> None:
-        """Make the slot a new sequence's."""
+        """Prepare the slot for a new sequence."""
         self.pairs[slot] = Pair()
         cupy.cuda.runtime.memsetAsync(self._state(slot), 0, self.flip * 4, self.stream.ptr)
 
@@ -292,10 +294,10 @@ class Recurrent:
 
 
 def rows_bytes(kinds: Kinds, batches: int) -> int:
-    """Device bytes of the rows of steps, for so many micro-batches whose steps alternate."""
+    """Count the device bytes of the rows of steps, for `batches` micro-batches whose steps alternate."""
     return 8 * batches * MAX_DECODE_ROWS * sum(sum(layer.row_parts(spec)) for layer, spec in kinds)
 
 
 def recurrent_bytes(kinds: Kinds, slots: int, batches: int) -> int:
-    """Device bytes of a Recurrent."""
+    """Count the device bytes of a Recurrent."""
     return 8 * slots * sum(layer.size(spec) for layer, spec in kinds) + rows_bytes(kinds, batches)

@@ -1,4 +1,4 @@
-"""Base of every store of appended rows, whatever its rows hold."""
+"""Base class of all stores of appended rows, whatever the rows contain."""
 
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -30,9 +30,9 @@ S = TypeVar("S", bound=RowSpec)
 class PoolSlots:
     """The slots of a pool, as its stores see them.
 
-    capacity  positions of each
-    lengths   committed positions of each, which the pool counts
-    pages     that rows lie in; None: each slot has memory for all of its places
+    capacity  positions of each slot
+    lengths   committed positions of each slot, a list that the pool updates
+    pages     pages in which rows lie; None: each slot has memory for all of its places
     """
 
     capacity: int
@@ -42,7 +42,7 @@ class PoolSlots:
 
 
 class RowStore(Generic[S]):
-    """The planes of all layers of one shape, for each slot."""
+    """Planes of all layers of one shape, for each slot."""
 
     def __init__(self, spec: S, layers: int, slots: PoolSlots):
         check_capacity(slots.capacity)
@@ -62,17 +62,17 @@ class RowStore(Generic[S]):
 
     @classmethod
     def layer_bytes(cls, spec: S, slots: int, capacity: int, pages: int = 0) -> int:
-        """Predict the device bytes of one layer: of so many pages, or without pages of one sequence's whole context."""
+        """Predict the device bytes of one layer: of `pages` pages, or if 0 of one sequence's whole context."""
         planes = cls.planes_of(spec, 1, capacity)
         return pages * page_bytes(planes) or planes_bytes(planes)
 
     @classmethod
     def copied_bytes(cls, spec: S, capacity: int) -> int:
-        """Predict the bytes of a layer in a snapshot."""
+        """Predict the bytes of one layer in a snapshot."""
         return 0
 
     def commit(self, slot: int, path: list[int]) -> None:
-        if path != list(range(len(path))):  # else its rows lie where they belong
+        if path != list(range(len(path))):  # otherwise the rows lie at their positions already
             move_path(of_slot(self.planes, slot), self.lengths[slot], path, self.stream)
 
     def snapshot(self, slot: int) -> Any:

@@ -1,7 +1,7 @@
-"""The keys and values of attention layers that see a window: its first positions, and a ring of the last ones.
+"""Keys and values of attention layers with a window: the first positions (sinks), and a ring of the latest ones.
 
-A prefill step has more rows than the ring has room for. It attends to a larger copy of the ring, and writes to `after`
-the contents that the ring takes when the step is committed.
+A prefill step has more rows than the ring has room for. Such a step attends to a larger copy of the ring, and writes to
+`after` the contents that the ring takes when the step is committed.
 """
 
 from collections.abc import Sequence
@@ -39,18 +39,18 @@ NOT_IN_PART = f"a step of {{}} rows is kept whole or not at all; up to {MAX_DECO
 
 
 class WindowStore(KVStore):
-    """The caches of all layers of one window; a window longer than the context needs no ring."""
+    """Caches of all layers with one window; a window longer than the context needs no ring."""
 
     def __init__(self, spec: KVSpec, layers: int, slots: PoolSlots):
         super().__init__(spec, layers, slots)
         self.window, self.is_ring = (spec.window or 0, spec.sinks), self.places.capacity < self.most
         self.slot_bytes = planes_bytes(self.planes)
         self.after = zeros(self.slot_bytes, self.stream) if self.is_ring else None
-        self.step_rows = [0] * len(self.lengths)  # of each slot, of a prefill step that left `after`
+        self.step_rows = [0] * len(self.lengths)  # per slot, rows of a prefill step that wrote `after`
 
     @classmethod
     def places_of(cls, spec: KVSpec, capacity: int) -> Places:
-        """Return places of the sinks and a ring with room for a decode step, or of all positions if these are fewer."""
+        """Return places for sinks and a ring with room for a decode step, or for all positions if these are fewer."""
         assert spec.window is not None
         fixed, ring = -(-spec.sinks // TILE) * TILE, -(-(spec.window + MAX_DECODE_ROWS) // TILE) * TILE
         return Places(fixed, ring) if fixed + ring < rows_held(capacity) else all_places(capacity)
@@ -76,7 +76,7 @@ class WindowStore(KVStore):
             return
         for slot, _, rows in runs:
             self.step_rows[slot] = rows if rows > MAX_DECODE_ROWS else 0
-            if rows > MAX_DECODE_ROWS:  # another slot's prefill step, if it is not committed yet, is gone
+            if rows > MAX_DECODE_ROWS:  # this overwrites an uncommitted prefill step of another slot
                 self.step_rows = [-1 if n and i != slot else n for i, n in enumerate(self.step_rows)]
 
     def commit(self, slot: int, path: list[int]) -> None:
@@ -103,7 +103,7 @@ class WindowStore(KVStore):
         self.step_rows[slot] = 0
         if snapshot:
             copy(self._ring(slot), snapshot.address, snapshot.nbytes, self.stream)
-        elif self.is_ring:  # of an empty state
+        elif self.is_ring:  # the snapshot of an empty state
             cupy.cuda.runtime.memsetAsync(self._ring(slot), 0, self.slot_bytes, self.stream.ptr)
 
     def _ring(self, slot: int) -> int:
@@ -119,7 +119,7 @@ class WindowStore(KVStore):
         return []
 
     def save_point(self, slot: int) -> list[np.ndarray]:
-        """The first positions and those of the window, in order, wherever the ring has them."""
+        """Copy the first positions and the window's positions, in order, wherever they lie in the ring."""
         return read_rows(of_slot(self.planes, slot), self._seen(self.lengths[slot]), self.stream)
 
     def load(self, slot: int, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
@@ -130,7 +130,7 @@ class WindowStore(KVStore):
         self.step_rows[slot] = 0
 
     def _seen(self, past: int) -> list[tuple[int, int]]:
-        """The stretches of positions that later rows may see."""
+        """List the ranges of positions (first, last + 1) that later rows may see."""
         window, sinks = self.window
         early = min(sinks, past)
         return [(0, early), (max(early, past - window), past)]
@@ -141,7 +141,7 @@ class WindowStore(KVStore):
 
 
 def unrolled(kv: KV, step: DeviceStep, arena: Arena, stream: Stream) -> Planes:
-    """A copy of a ring with room for the rows of a prefill step."""
+    """Copy a ring to a larger one, with room for the rows of a prefill step."""
     past, (window, sinks) = step.past, kv.store.window
     ring = of_slot((kv.keys, kv.values), step.slot)
     places = Places(kv.keys.places.fixed, -(-(step.T + window + TILE) // TILE) * TILE)
@@ -155,7 +155,7 @@ def unrolled(kv: KV, step: DeviceStep, arena: Arena, stream: Stream) -> Planes:
 
 
 def rolled(kv: KV, step: DeviceStep, room: Planes, stream: Stream) -> None:
-    """Copy the ring as it becomes once the step's rows, which `room` holds, are committed."""
+    """Copy to `after` what the ring contains once the step's rows, which `room` holds, are committed."""
     window, sinks = kv.store.window
     end = step.past + step.T
     for first, last in ((0, min(sinks, end)), (max(0, end - window), end)):
