@@ -3,8 +3,8 @@
 To follow a step, read replay.py, segments.py, ops.py, rows.py and products.py, in this order.
 
 Steps and graphs
-    context.py            what every op receives: card, stream, arena, the step on the device
-    replay.py             uploads a step; runs its ops, or replays the graph that was captured of them
+    context.py            what every op receives: the GPU's properties, stream, arena, the step on the device
+    replay.py             uploads a step; runs its ops, or replays the graph captured from them
     segments.py           a captured step: graphs, calls on the host, copies between GPUs
     runs.py               the adjacent rows of each sequence in a step
     tree_order.py         the order in which recurrent layers compute a tree's rows
@@ -13,11 +13,11 @@ Steps and graphs
 Ops
     ops.py                CudaOps, the op contract; its methods are the functions of the files below
     arrays.py             Array, an activation on the device
-    lazy.py, fuse.py      row-wise ops that wait for their consumer, and which consumers compute them
+    lazy.py, fuse.py      row-wise ops, launched when their consumer is known; the consumers that compute them
     rows.py               norms, ropes, gates, sums, `linear`, `embed`
     products.py, gemm.py  products with a quantized matrix; products of many rows by cuBLAS
     attention.py          attention over cached keys and values; decode steps by flash decoding: split.cu computes
-                          pieces of the past, pieces.cu adds them up
+                          partial results for pieces of the past, pieces.cu adds these up
     block_sparse.py       attention that leaves out blocks of keys
     latent.py             latent attention
     recurrent.py          convolution and the gated delta rule
@@ -30,9 +30,9 @@ Kernels and launches
     sources.py            the text of a kernel: its headers and its file
     prototypes.py         the types of a kernel's parameters, read from its text
     launch.py             compiles and launches kernels; streams and captured graphs
-    cubin.py              compiles kernels for compute capability 9.0 alone
+    cubin.py              compiles kernels that only compute capability 9.0 can run
     views.py              the structs by which a kernel reads and writes arrays
-    layout.py             sizes on which kernels and launchers agree
+    layout.py             sizes that kernels and their launchers share
     card.py, occupancy.py the current GPU; shared memory and registers by compute capability
 
 Memory, weights and states
@@ -45,7 +45,7 @@ Memory, weights and states
     states.py             a pool of slots for the states of sequences
     state_table.py        the store of each class of specs, and its predicted bytes
     caches/               what a pool holds: keys and values, windows, latents, recurrent states; pages and formats
-    exact.py              the rows of a compressed cache that attention reads exactly
+    exact.py              the rows of a compressed cache that attention reads as uncompressed float16
     experts.py            hot experts in GPU memory, all experts in host memory
     expert_stacks.py      the experts in host memory, and the tables of their addresses
 
@@ -106,7 +106,7 @@ def limit_memory(nbytes: int, devices: Sequence[int] = ()) -> None:
 def random_ops(experts: HotExperts | None = None, trace: Trace | None = None, start: int = 0) -> "CudaOps":
     """Open the current GPU for models whose quantized matrices are random: the GPU makes the matrices itself.
 
-    experts  memory that experts may take of the GPU, the others being in host memory; None: all are in GPU memory
+    experts  GPU memory for hot experts, while host memory holds all experts; None: all are in GPU memory
     trace    the routing that steps replay, from token `start` on; None: random routers choose
     """
     from cuda_backend.random_weights import RandomOps
@@ -135,7 +135,7 @@ def open_devices(
 
     split   proportions of the model's bytes; empty: those of free memory
     draft   the GPU of a draft's layers; None: the last of `devices`
-    sizes   bytes of each layer of the model, as given ops hold it
+    sizes   given an Ops, returns the bytes of each layer of the model as these ops hold it
     random  make quantized matrices at random, as `random_ops` does
     """
     from cuda_backend.layer_split import open_gpus
@@ -148,7 +148,7 @@ def open_devices(
 def open_tensor_parallel(devices: Sequence[int], sizes: Callable[[Ops], Sequence[int]], random: bool = False) -> Ops:
     """Open the GPUs `devices`, which share every layer of a model; the first one is rank 0.
 
-    sizes   bytes of a rank's part of each layer, as given ops hold it
+    sizes   given an Ops, returns the bytes of a rank's part of each layer as these ops hold it
     random  make quantized matrices at random, as `random_ops` does
     """
     from cuda_backend.ops import CudaOps

@@ -67,7 +67,7 @@ class Array:
         return self._address or (self.lazy.as_dense() if self.lazy else 0)
 
     def compute(self) -> None:
-        """Run the op that the array waits for, if it has not run."""
+        """Run the op that produces the array, if it has not run."""
         if not self._address and self.lazy:
             self.lazy.as_dense()
 
@@ -93,7 +93,7 @@ class Array:
         return self._view(target, reshaped(self.shape, self.strides, target), 0)
 
     def __getitem__(self, index: Any) -> "Array":
-        """Return a view of numbers, slices and at most one `...`; of a lazy array, all of it stays lazy."""
+        """Return a view by numbers, slices and at most one `...`; a view of all of a lazy array stays lazy."""
         index = index if isinstance(index, tuple) else (index,)
         if Ellipsis in index:
             at = index.index(Ellipsis)
@@ -144,10 +144,10 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def reshaped(shape: Sequence[int], strides: Sequence[int], target: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a reshape that copies nothing; raises ValueError where a copy would be necessary."""
+    """Return the strides of a reshape that copies nothing; raises ValueError if a copy would be necessary."""
     if math.prod(shape) != math.prod(target):
         raise ValueError(f"an array of shape {tuple(shape)} cannot be reshaped to {tuple(target)}")
-    # runs of axes that lie one after another: (elements, stride of the last)
+    # adjacent axes that are contiguous with each other: (elements, stride of the last axis)
     runs: list[list[int]] = []
     for n, stride in zip(shape, strides, strict=True):
         if n == 1:

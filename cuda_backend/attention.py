@@ -1,4 +1,4 @@
-"""Attention: keys and values into the cache, rows over pieces of the past, and the pieces added up."""
+"""Write keys and values to the cache, attend to pieces of the past, and add the pieces' results up."""
 
 import math
 from dataclasses import replace
@@ -46,10 +46,10 @@ LOG2_E = 1.4426950408889634  # exponentials are powers of 2
 
 
 class Pieces(NamedTuple):
-    """Output of kernels/split.cu or one_row.cu for pieces.cu: sums and stats, rows, heads, their width, and the cuts.
+    """Describe to pieces.cu the output of kernels/split.cu or one_row.cu: sums and stats, their shape, and the pieces.
 
-    most       positions that a sequence may have
-    turn_back  columns that are rotated back together, 0: none
+    most       largest number of positions of a sequence
+    turn_back  columns of the output that are rotated back together, 0: none
     """
 
     most: int
@@ -86,7 +86,7 @@ def attention(
     q16 = context.arena.take(T * H * wide * 2)
     sinks = kv.store.window[1]
     keys, values = kv.keys, kv.values
-    if step.prefill and kv.store.is_ring:  # rows of a ring would overwrite one another
+    if step.prefill and kv.store.is_ring:  # rows of the step would overwrite each other in the ring
         keys, values = unrolled(kv, step, context.arena, context.stream)
     exact = write_rows(context, (q, k, v), kv, step, q16, (keys, values))
     if step.prefill:
@@ -97,17 +97,17 @@ def attention(
         return out
     formats = *format_defines(keys, values), *exact.defines
     ways = windowed(window or 0), f"ALONE={int(step.runs == 1)}"
-    # kernels for a long past are compiled beside those that run, so that no reply waits for them later
+    # compile the kernels for a long past together with those that run now, so that no reply waits for them later
     for each in (replace(step, long_past=True), step):
         launches = pieces_launches(context.card, kv, each, H // K, exact, window or 0)
         runs = [kernel(x.name, x.name, (*x.defines, *formats, *ways), x.shared) for x in launches]
     shares = max(1, launches[0].ctas * context.card.sms // (K * launches[0].blocks))
-    if window and step.runs == 1:  # the others would find nothing to do
+    if window and step.runs == 1:  # more CTAs would find nothing to do
         shares = min(shares, (window + sinks) // SPLIT_TILE + 4 + T)
     pieces = new_pieces(context, kv.store, (T, H), values, shares, (window or 0, sinks))
     for run, launch in zip(runs, launches, strict=True):
         run(
-            (launch.blocks, K, shares),  # those that have work first: one to a multiprocessor
+            (launch.blocks, K, shares),  # CTAs that have work come first, so that each multiprocessor gets one
             (launch.threads,),
             (
                 q16,
@@ -155,10 +155,10 @@ def new_pieces(
 
 
 class PiecesLaunch(NamedTuple):
-    """A kernel that computes pieces: definitions of its sizes, shared memory in bytes, threads, blocks of rows, CTAs.
+    """Build and launch of a kernel that computes pieces: macros of its sizes, shared memory in bytes, threads.
 
-    blocks  into which the rows of all sequences are cut, at most
-    ctas    of a multiprocessor
+    blocks  largest number of blocks into which the rows of all sequences are cut
+    ctas    CTAs per multiprocessor
     """
 
     name: str
@@ -172,7 +172,7 @@ class PiecesLaunch(NamedTuple):
 def pieces_launches(
     card: Card, kv: KV, step: DeviceStep, group: int, exact: ExactStep, window: int
 ) -> list[PiecesLaunch]:
-    """Choose the kernels that compute pieces; each row of the step has `group` query heads of a head of keys."""
+    """Choose the kernels that compute pieces; `group` query heads share a head of keys."""
     keys, values, T = kv.keys, kv.values, step.T
     cache = packed_bytes(keys, values), bool(exact.defines)
     if (T == 1 or step.one_row_each) and one_row_reads(keys, values, group, window):
@@ -194,17 +194,17 @@ def pieces_launches(
 
 
 def one_row_reads(keys: Plane, values: Plane, group: int, window: int) -> bool:
-    """Test whether kernels/one_row.cu has builds for the planes; `group` counts query heads of a head of keys."""
+    """Test whether kernels/one_row.cu has builds for the planes; `group` query heads share a head of keys."""
     formats = {keys.format, values.format}
     known = keys.width in (128, 256) and formats <= ONE_ROW_CODES and not window
     return group <= 8 and (known or (keys.width in (64, 128, 256) and formats == {HALF}))
 
 
 def sums_memory(context: Context, shape: tuple[int, int, int, int], most: int, sequences: int) -> int:
-    """Allocate (places, rows, heads, width) = `shape` sums, then stats.
+    """Allocate (places, rows, heads, width) = `shape` sums, then stats; returns the address.
 
-    The chunk has room for a row of each of `sequences` sequences of up to `most` positions, so that a pool that fills
-    up does not take a larger chunk at each bucket of rows.
+    The arena's chunk has room for one row of each of `sequences` sequences of up to `most` positions. Otherwise a pool
+    whose slots fill would take a larger chunk for each bucket of rows.
     """
     room = most_sums_bytes(most, bucket(sequences), *shape[2:]) if sequences > 1 else 0
     return context.arena.take_for_layer(sums_bytes(*shape), room)
@@ -291,7 +291,7 @@ def heads_to_cache(
 
 
 class Sight(NamedTuple):
-    """The address of the bits of kernels/choose_blocks.cu, and words of them for a block of rows."""
+    """Address of the bits that kernels/choose_blocks.cu writes, and the number of words for a block of rows."""
 
     address: int
     words: int
@@ -310,8 +310,8 @@ def attend_long(
 ) -> Array:
     """Attend with the rows of a long step, (T, H, D) = `shape`, to `room`: the planes of all slots or of one.
 
-    seen   positions of the window, 0: all; and those of the first ones that every row sees
-    sight  blocks of keys that blocks of rows see; None: all
+    seen   (positions of the window, 0: all; number of first positions that every row sees)
+    sight  blocks of keys that each block of rows sees; None: all
     """
     (T, H, D), (keys, values) = shape, room
     if packed_bytes(keys, values) or exact.defines or sight or not context.card.finds_slot:
@@ -356,8 +356,9 @@ def attend_stretch(
 ) -> None:
     """Attend with a long step to positions first to last - 1 = `stretch`, which the planes hold from place 0 on.
 
-    One call for each stretch, in order. `out` (T, H, D) is whole after the last; `held` is memory for what rows carry
-    from one to the next, 32 bytes for each head.
+    The caller makes one call per stretch, in order; `out` (T, H, D) is complete after the last one.
+
+    held  memory for what each row carries from one stretch to the next, 32 bytes per head
     """
     (T, H, D), (keys, values) = out.shape, room
     tiles, shared = whole_tiles(context.card, keys.width)
@@ -383,7 +384,7 @@ def attend_stretch(
 
 
 class Combined(NamedTuple):
-    """Sum by kernels/pieces.cu of heads `head` wide; `code`: a gate on them, as views.MUL_SIGMOID."""
+    """Parameters of a lazy sum by kernels/pieces.cu: heads of `head` columns; `code`: a gate, as views.MUL_SIGMOID."""
 
     pieces: Pieces
     head: int
@@ -416,13 +417,13 @@ def combine(
     """Add up the pieces, D columns of a head."""
     most, sums, stats, T, H, wide, first, *cut, turn_back = pieces
     runs, blocks = run_count(most, pieces.window, pieces.sinks), (H, T, -(-D // 128))
-    # warps of a CTA where all CTAs run at once and the next product begins beside them
+    # the most warps of a CTA with which all CTAs run at once and the next product can begin beside them
     room = 15 * context.card.sms // math.prod(blocks)
-    is_one_run = 8 < most >> pieces.tile_bits <= 16  # that two warps read at once, and one warp in two halves
+    is_one_run = 8 < most >> pieces.tile_bits <= 16  # two warps would read it at once, one warp in two halves
     of_run = 2 if room >= (3 if is_one_run else 6) else 1
-    fewest = 3 if step.long_past and of_run == 1 else 1  # of many runs, one warp would wait for each in turn
+    fewest = 3 if step.long_past and of_run == 1 else 1  # one warp would wait for many runs one after another
     warps = of_run * max(min(runs, fewest), min(runs + bool(op), min(room, 12) // of_run))
-    gated = int(op > 0 or pieces.window > 0)  # without it those with windows would spill
+    gated = int(op > 0 or pieces.window > 0)  # builds for windows would spill registers without it
     form = f"WARPS={of_run}", f"ALONE={int(step.runs == 1)}", f"GATED={gated}"
     built = *form, windowed(pieces.window), *packed_only(out)
     built += (f"TURN_VALUES={turn_back}",) if turn_back else ()

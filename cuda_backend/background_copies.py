@@ -31,7 +31,7 @@ class BackgroundCopies:
         return max(MANY, (free + self.waiting_bytes) // 4)
 
     def make_room(self, nbytes: int, free: int) -> None:
-        """Wait until `nbytes` more may wait for their copy."""
+        """Block until there is room for a copy of `nbytes` in the queue; `free` as in `most`."""
         most = self.most(free)
         while self.waiting and nbytes + self.waiting_bytes > most:
             self._finish_first()
@@ -72,7 +72,7 @@ class BackgroundCopies:
 class Staging:
     """Pinned memory through which one thread copies, on a stream of its own.
 
-    A copy straight to pageable memory holds locks of the driver, for which launches of other threads wait.
+    A copy directly to pageable memory holds locks of the driver, for which launches of other threads wait.
     """
 
     def __init__(self, device: int):

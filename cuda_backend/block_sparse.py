@@ -14,7 +14,7 @@ from cuda_backend.layout import BLOCK_CHOICE
 
 
 def block_sparse_attention(context: Context, q: Array, k: Array, v: Array, kv: KV, step: Any, scale: float) -> Array:
-    """Attend as `Ops.block_sparse_attention`.
+    """Compute `Ops.block_sparse_attention`.
 
     All keys are seen in short steps, in steps that begin within a block, and in caches that are rings or have codes.
     """

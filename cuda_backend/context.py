@@ -1,4 +1,4 @@
-"""Context of every op: the card, the stream that it launches on, the memory of a step, and the step on the device."""
+"""Context of every op: the GPU's properties, the stream of its launches, memory of a step, the step on the device."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,11 +28,11 @@ from cuda_backend.to_host import ToHost
 
 @dataclass(frozen=True)
 class Context:
-    """The GPU that one model runs on; a branch of a step has a context of its own, which differs in the stream.
+    """The GPU that one model runs on; a branch of a step has its own context, with the two streams exchanged.
 
-    stream  the stream that ops launch on
-    side    a second stream, for a branch that runs beside the first
-    forked  event at the begin of a branch; joined: event at its end
+    stream   stream that ops launch on
+    side     second stream, for a branch that runs beside the first
+    forked   event at the beginning of a branch; joined: event at its end
     to_host  copies of chosen tokens, which the host reads while a later step runs
     ropes   frequencies on the device, by rope
     groups  tables of `head_linear`, by rows and heads
@@ -60,14 +60,14 @@ class Context:
         return replace(self, stream=self.side, side=self.stream)
 
     def on_device(self, numbers: Any) -> Array:
-        """Copy int32 numbers to the device, for an op that is called outside of `Replay.run`."""
+        """Copy int32 numbers to the device, for an op that is called outside `Replay.run`."""
         if isinstance(numbers, Array):
             return numbers
         memory = upload(np.ascontiguousarray(numbers, np.int32), self.stream)
         return Array(np.shape(numbers), memory.address, owner=memory, dtype=np.int32)
 
     def step_of(self, step: Any, store: KVStore | LatentStore | Recurrent, recurrent: bool = False) -> DeviceStep:
-        """Return the step in device memory, after uploading it if the op is called outside of `Replay.run`."""
+        """Return the step in device memory; upload it first if the op is called outside `Replay.run`."""
         if isinstance(step, DeviceStep):
             if recurrent and step.is_block:
                 raise BimetalError(NO_ORDER)

@@ -12,7 +12,7 @@ from cuda_backend.sources import OPTIONS
 
 
 def module(code: str, defines: tuple[str, ...], architecture: str) -> cupy.RawModule:
-    """Load the module of `code`, compiled for `architecture`, "sm_90a"; from CuPy's cache folder where it was kept.
+    """Load the module of `code`, compiled for `architecture`, "sm_90a", or found in CuPy's cache folder.
 
     Raises cupy.cuda.compiler.CompileException with NVRTC's log.
     """
@@ -20,7 +20,7 @@ def module(code: str, defines: tuple[str, ...], architecture: str) -> cupy.RawMo
     name = hashlib.sha256("\0".join((str(cupy.cuda.nvrtc.getVersion()), *options, code)).encode()).hexdigest()
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()
     kept = folder / f"bimetal-{name}.cubin"
-    with contextlib.suppress(Exception):  # absent, or damaged: it is compiled
+    with contextlib.suppress(Exception):  # absent or damaged: compile it below
         return _load(kept)
     binary = compiled(code, options)
     try:
@@ -37,7 +37,7 @@ def module(code: str, defines: tuple[str, ...], architecture: str) -> cupy.RawMo
 
 
 def _written(folder: Path | None, binary: bytes) -> Path:
-    """Write a new file in `folder`, None: that of temporary files; raises OSError and leaves none."""
+    """Write a new file in `folder` (None: the folder of temporary files); raises OSError and then leaves no file."""
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".cubin", delete=False) as file:
         path = Path(file.name)
         try:

@@ -1,4 +1,4 @@
-"""All-reduce and all-gather of rows among GPUs of one process: one kernel on each GPU, through peer memory.
+"""All-reduce and all-gather of rows among the GPUs of one process, by one kernel on each GPU, through peer memory.
 
 The kernels are kernels/exchange.cu, and kernels/exchange_norm.cu for a sum whose consumer is a norm.
 """
@@ -30,9 +30,9 @@ RESIDENT = 10  # CTAs of exchange_scale on a multiprocessor: kernels/exchange_no
 
 @dataclass(frozen=True)
 class End:
-    """One GPU's end of an exchange: the buffer that peers write, the kernels' `state`, and a word for the host.
+    """One GPU's end of an exchange: the buffer that peers write, the kernels' `state`, and a failure flag.
 
-    failed  the word as the host reads it, which lies in `memory`
+    failed  the flag as the host reads it, in `memory`
     """
 
     gpu: Gpu
@@ -50,10 +50,10 @@ class End:
 
 
 class Exchange:
-    """Adds up or joins one array of each GPU, in the order of `gpus`: an index into it is a rank.
+    """Add up or concatenate one array of each GPU, in the order of `gpus`; a rank is an index into `gpus`.
 
     index    exchanges so far in the step that is being launched
-    before   size of the last of them, in groups of four numbers
+    before   size of the latest of these exchanges, in groups of four numbers
     passed   exchanges since the exchange numbers were reset
     pending  the last sum and its arrays, if its consumer may compute it
     """
@@ -73,7 +73,7 @@ class Exchange:
         self.renew()
 
     def renew(self) -> None:
-        """Reset the exchange numbers when all GPUs are idle: after a step that failed, and before numbers repeat."""
+        """Wait for all GPUs and reset the exchange numbers: after a failed step, and before numbers repeat."""
         self.passed = 0
         for end in self.ends:
             with end.gpu.device:
@@ -85,13 +85,13 @@ class Exchange:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Prepare a step: reset the exchange numbers if they would repeat in it."""
+        """Prepare a step: reset the exchange numbers if they would repeat in this step."""
         if self.passed >= RENEWED:
             self.renew()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Surround the launches of a step, eager or captured; at its end every GPU adds its exchanges to the count."""
+        """Surround the launches of a step, eager or captured; then each GPU adds the step's exchanges to its count."""
         self.index, self.before, self.pending = 0, 0, []
         yield
         self.launch_pending()
@@ -104,8 +104,8 @@ class Exchange:
     def sum(self, xs: Sequence[Array], fuses: bool = False) -> list[Array]:
         """Add up `xs`, (T, K) each, on every GPU.
 
-        fuses  it may be computed by its consumer, which launches on one GPU after another: of graphs, whose launches
-               wait for nobody
+        fuses  the sum's consumer may compute it, by launches on one GPU after another; only while graphs are captured,
+               since captured launches wait for no other GPU
         """
         self.launch_pending()
         (T, K), card = xs[0].shape, self.ends[0].gpu.context.card
@@ -135,7 +135,8 @@ class Exchange:
     def _meet(self, name: str, xs: Sequence[Array], wide: int) -> list[Array]:
         """Launch the kernel `name` on every GPU: from xs (T, K) it computes rows of `wide` * K numbers.
 
-        Between the first and the last launch the host does nothing else: launched kernels wait for the other GPUs'.
+        Between the first and the last launch the host does nothing else, since launched kernels wait for those of the
+        other GPUs.
         """
         T, K = xs[0].shape
         if K % 4 or self.numbers < K:
@@ -162,13 +163,13 @@ class Exchange:
     def launch(
         self, run: Kernel, rank: int, x: np.ndarray, shape: tuple[int, int], meeting: np.ndarray, out: int
     ) -> None:
-        """Launch kernels/exchange.cu `run` for x (T, K) of one GPU."""
+        """Launch `run`, a kernel of kernels/exchange.cu, on one GPU for its x (T, K)."""
         (T, K), context = shape, self.ends[rank].gpu.context
         grid = (min(-(-T * K // 512), 4 * context.card.sms),)
         run(grid, (128,), (x, K, T * K // 4, self.peers, meeting, out), stream=context.stream)
 
     def meeting(self, rank: int) -> np.ndarray:
-        """Describe the next exchange to a kernel: kernels/peers.cuh Meeting."""
+        """Make the struct Meeting of kernels/peers.cuh, which describes the next exchange."""
         end = self.ends[rank]
         places = end.buffer.address, end.state.address, end.memory.address
         return np.array((*places, int(1e9 * self.seconds), rank, self.numbers, self.index, self.before), MEETING)
@@ -192,14 +193,14 @@ class Exchange:
 
 
 def as_float4(gpu: Gpu, x: Array) -> Array:
-    """Compute x, and return it so that kernels can read four neighbours at a time."""
+    """Compute x, and return it contiguous and aligned, so that kernels can read four adjacent floats at a time."""
     x.compute()
     return x if float4_aligned(x) else dense(gpu.context, x)
 
 
 @dataclass
 class Sum:
-    """One GPU's part in a sum that its consumer may compute: the parameters of a Lazy of `SUM`."""
+    """One GPU's part of a sum that its consumer may compute: the parameters of a Lazy of `SUM`."""
 
     exchange: Exchange
     rank: int
@@ -207,7 +208,7 @@ class Sum:
     is_launched: bool = False
 
     def launch(self, x: Array, out: int) -> None:
-        """Write the sum, of which this GPU's part is x (T, K), to `out`."""
+        """Write the sum to `out`; x (T, K) is this GPU's part of the sum."""
         self._once()
         run = kernel("exchange", "exchange", self.exchange.defines)
         T, K = x.shape
@@ -216,8 +217,8 @@ class Sum:
     def launch_norm(self, x: Array, part: Array, weight: int, total: int, squares: int, out: np.ndarray) -> None:
         """Write x (T, K) plus the sum to `total`, and the norm by kernels/exchange_norm.cu to `squares` and `out`.
 
-        part    this GPU's of the sum
-        weight  address of the norm's weight, 0 without one
+        part    this GPU's part of the sum
+        weight  address of the norm's weight; 0: none
         """
         self._once()
         partials = f"PARTIALS={x.partials}", f"OTHERS={part.partials}"

@@ -21,7 +21,7 @@ from cuda_backend.weights import Segment, Weight
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows by the matrix that they take, on the device: kernels/experts.cu `groups` and `order`.
+    """Rows grouped by the matrix that multiplies them, on the device: kernels/experts.cu `groups` and `order`.
 
     ids      matrix of each pair, int32; most: largest number of groups of `cols` rows
     chosen   matrices per row of a step, by which k is divided; 0: k is not divided
@@ -38,7 +38,7 @@ class Groups:
 
 
 def joins(stack: Weight, one: Weight) -> bool:
-    """Test whether `one` can be the matrix after the last of `stack`, which `grouped_linear` reads in place."""
+    """Test whether `one` can follow the last matrix of `stack`: `grouped_linear` reads it where it lies."""
     kinds = [[(s.type, s.rows, s.columns) for s in w.segments] for w in (stack, one)]
     return kinds[0] == kinds[1] and is_packed(stack)
 
@@ -77,8 +77,8 @@ def grouped_linear(
 def chosen_linear(context: Context, x: Lazy | Array, w: Weight, last: Weight | None, choice: np.ndarray) -> Array:
     """Return one row times each matrix that it chooses, and times `last` if there is one: (matrices, rows)
 
-    x       the row, or gates and ups (matrices, 2 columns), whose SwiGLU is the row of each matrix
-    choice  kernels/choose.cuh Choice
+    x       the row, or gates and ups (matrices, 2 columns), whose SwiGLU gives a row for each matrix
+    choice  struct Choice of kernels/choose.cuh
     """
     n, N = int(choice["k"]) + (last is not None), w.rows
     partials = _cuts(w, n, context.card)
@@ -109,7 +109,7 @@ SUM, SWIGLU = 1, 2  # kernels/single.cu MADE
 
 
 class Row(NamedTuple):
-    """Rows that kernels/single.cu multiplies: packed at an address, `apart` bytes each, or `made` of an array."""
+    """Rows that kernels/single.cu multiplies: packed at an address, `apart` bytes apart, or `made` from an array."""
 
     packed: int = 0
     array: Array | None = None
@@ -134,7 +134,7 @@ def _single(
     of: Products,
     norm: RowNorm,
 ) -> None:
-    """Launch kernels/single.cu: one row by matrices of the first stack, which `choice` names, and by the second."""
+    """Launch kernels/single.cu: multiply one row by the matrices of the first stack in `choice`, and by the second."""
     card, (s, behind), (matrices, row_stride, parts) = context.card, stacks, of
     shared = ring(card, s.type, 1)[2]
     per = 1 if choice is None else -(-int(choice["E"]) // 32)

@@ -20,9 +20,9 @@ GATE_UP, DOWN = 0, 1  # the stacks of a layer, in the order in which they are lo
 class Stack:
     """One of the two stacks of a layer's experts.
 
-    weight   whose `memory` is the host's, and whose tables steps read
-    staged   the same with the tables that prefill reads
-    offsets  of each segment's part of an expert in a slot, and the bytes of all of them
+    weight   the stack, with `memory` on the host and the tables that decode steps read
+    staged   the stack with the tables that prefill steps read
+    offsets  byte offset of each segment's part of an expert in a slot; slot_bytes: bytes of all parts
     """
 
     weight: Weight
@@ -32,7 +32,7 @@ class Stack:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole stack."""
+        """Count the bytes of the whole stack."""
         return sum(s.memory.nbytes for s in self.weight.segments)
 
 
@@ -56,7 +56,7 @@ def to_host(weight: Weight, stream: Stream) -> Stack:
 
 
 def in_host(s: Segment) -> np.ndarray:
-    """Addresses of the experts of a segment in the host's memory: (experts,) uint64."""
+    """Return the addresses of a segment's experts in host memory: (experts,) uint64."""
     return s.memory.address + np.arange(s.experts, dtype=np.uint64) * np.uint64(s.expert_bytes)
 
 
@@ -69,9 +69,9 @@ def parts_of_expert(stacks: Sequence[Stack], expert: int, slot: int) -> Iterator
 
 
 class Tables:
-    """Writes entries of tables in the order of `stream`: all that have changed between two steps in one launch."""
+    """Write entries of tables, in the order of `stream`: all changes between two steps in one launch."""
 
-    MOST = 4096  # entries of a launch, which the driver takes from pageable memory without a wait
+    MOST = 4096  # entries of a launch: so many the driver copies from pageable memory without waiting
 
     def __init__(self, stream: Stream):
         self.stream, self.changes = stream, Memory(16 * self.MOST)
@@ -86,12 +86,12 @@ class Tables:
 
 
 class Staging:
-    """Device memory for one layer's stacks during prefill, into which the next layer's are copied meanwhile.
+    """Device memory for one layer's two stacks during prefill, one place per stack.
 
     While the product of one stack runs, the next stack is copied to the other's place. Experts in slots are read there;
     the others are copied in runs of neighbours.
 
-    slots   by layer, the addresses of experts in slots, 0 where there are none: (experts,) uint64
+    slots   by layer, the addresses of experts in slots, 0 for an expert without a slot: (experts,) uint64
     waited  by layer, pairs of events around each wait of the stream
     """
 
@@ -144,7 +144,7 @@ class Staging:
 
 
 def _runs(chosen: np.ndarray) -> Iterator[tuple[int, int]]:
-    """First and end of each run of neighbours that are true."""
+    """Yield (first, end) of each run of adjacent true elements."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], chosen, [False]))))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 

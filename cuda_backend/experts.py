@@ -1,9 +1,9 @@
 """Hot experts in GPU memory, all experts in pinned host memory.
 
 Kernels read an expert at the address in a table: in a slot of GPU memory, or in host memory over the link, each byte
-once per step. A step is therefore one graph whether its experts are resident or not, and its result is bitwise the
-same. Steps write the experts that their rows chose to a log. Between steps the host counts the log and starts copies of
-experts that were missed repeatedly, on a separate stream; when a copy has completed, it updates the table.
+once per step. Whether experts are resident therefore changes neither the step's graph nor any bit of its result. Steps
+write the experts that their rows chose to a log. Between steps the host reads the log and starts copies of experts that
+were missed repeatedly, on a separate stream; when a copy has completed, the host updates the table.
 """
 
 import itertools
@@ -29,15 +29,15 @@ from cuda_backend.weights import Weight
 
 R = TypeVar("R")
 
-LOGS = 4  # steps whose logs may not have been counted yet
-TURNS = 8  # steps over which the recency of all layers' experts is updated, some layers in each
-# Misses of an expert, each fading by FADE per step, from which it is copied to a slot. Tried, by simulation of 256
+LOGS = 4  # most steps whose logs have not been counted yet
+TURNS = 8  # steps in which the recency of all layers' experts is updated once, some layers in each step
+# Misses of an expert, each faded by FADE per step, from which it is copied to a slot. Tried, by simulation of 256
 # experts of which 60 % or 30 % have slots: from the first miss on -> 6.1 and 20.1 experts over the link per token and 8
 # layers against 4.4 and 12.5, hits 95.1 % and 83.8 % against 94.1 % and 83.6 %; 1.5 misses, 0.98 -> 4.6 and 13.5
 MISSES = 2.5
 FADE = 0.995
-COPIES = 8  # experts copied at the same time: more would take the link from misses
-SWAPS = 64  # most experts exchanged between two requests
+COPIES = 8  # experts copied at the same time: more would take the link's bandwidth from misses
+SWAPS = 64  # most experts swapped between two requests
 LINK_BYTES = 1 << 28  # size of the copy that measures the link
 SWAP_GAIN = 8  # uses that an expert must have more than the one whose slot it takes
 
@@ -68,7 +68,7 @@ class Copying(NamedTuple):
 
 
 class ExpertStore:
-    """The experts of one model. Owned by one thread.
+    """The experts of one model; one thread owns it.
 
     layers     layers that have experts, in order
     residency  which experts are in slots, once `open` has been called
@@ -83,7 +83,7 @@ class ExpertStore:
         self.is_open = False
         self.copying: list[Copying] = []
         self.logged: deque[Logged] = deque()
-        self.logs: weakref.WeakSet[Any] = weakref.WeakSet()  # functions whose steps leave a log
+        self.logs: weakref.WeakSet[Any] = weakref.WeakSet()  # step functions that write a log
         self.waits: deque[tuple[int, cupy.cuda.Event, cupy.cuda.Event]] = deque()
 
     # -- loading -------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class ExpertStore:
         self.log = Memory(4 * most)
         self.pinned = itertools.cycle([HostMemory(4 * most, "a log") for _ in range(LOGS)])
         self.prompt: HostMemory | None = None
-        self.prompt_ids: np.ndarray | None = None  # by layer, of a prefill step that is being launched
+        self.prompt_ids: np.ndarray | None = None  # ids by layer, of a prefill step that is being launched
         self.resident = np.zeros((len(self.layers), self.experts), bool)
         self.uses, self.misses = (np.zeros(self.resident.shape, t) for t in (np.int64, np.float32))
         self.turn = 0
@@ -169,7 +169,7 @@ class ExpertStore:
         self.residency.counters.bytes_read += copied
 
     def log_prompt(self, layer: int, ids: int, T: int, taken: int) -> None:
-        """Copy the ids (T, taken) int32 of a layer of a prefill step to the host, in the order of the stream."""
+        """Copy a layer's ids (T, taken) int32 of a prefill step to the host, in the order of the stream."""
         nbytes, L, i = 4 * T * taken, len(self.layers), self.layers.index(layer)
         if self.prompt is None or self.prompt.nbytes < nbytes * L:
             self._count_all()
@@ -182,11 +182,11 @@ class ExpertStore:
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def step(self, fn: Any, rows: int, T: int, run: Callable[[], R]) -> R:
-        """Run `run`, which launches a step of `rows` rows, T with those that fill the graph; returns its result."""
+        """Call `run`, which launches a step of `rows` real rows, padded to T; returns the result of `run`."""
         if not self.is_open:
             return run()
         if T > MAX_DECODE_ROWS:
-            self._count_all()  # the log of the last one is in the same memory
+            self._count_all()  # the log of the preceding prefill step is in the same memory
         self._advance()
         self.left, self.prompt_ids = False, None
         self.prompt_taken[:] = 0
@@ -203,7 +203,7 @@ class ExpertStore:
         return out
 
     def _count_all(self) -> None:
-        """Count all steps until now."""
+        """Count the logs of all steps so far."""
         while self.logged:
             self.logged[0].done.synchronize()
             self._count(self.logged.popleft())
@@ -239,7 +239,7 @@ class ExpertStore:
         missed = (uses > 0) & ~step.resident
         counters.hits += int(np.count_nonzero(uses) - np.count_nonzero(missed))
         counters.misses += int(np.count_nonzero(missed))
-        if step.rows <= MAX_DECODE_ROWS:  # prefill has counted what it copied
+        if step.rows <= MAX_DECODE_ROWS:  # a prefill step counts its copies itself
             sizes = [self._slot_bytes(layer) for layer in self.layers]
             counters.bytes_read += int(np.count_nonzero(missed, axis=1) @ np.array(sizes, np.int64))
             self.misses *= FADE
@@ -329,6 +329,6 @@ class ExpertStore:
         return stats
 
     def close(self) -> None:
-        """Wait for copies."""
+        """Wait for all copies."""
         self._count_all()
         self.copies.synchronize()

@@ -1,4 +1,4 @@
-"""Table of fusions: the op that a consumer computes in its own launch, instead of reading what the op would write."""
+"""Table of fusions: ops that a consumer computes in its own launch, instead of reading their written result."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +13,7 @@ class Fusion(NamedTuple):
     """Row of the table: `consumer` computes `producer` in its own launch if `holds(producer)`.
 
     kernel    file and function of the launch that computes both
-    computed  fuse even if the float32 rows of the producer exist already, and so compute them twice
+    computed  fuse even if the producer's float32 rows exist already, which computes them twice
     """
 
     consumer: str
@@ -75,7 +75,7 @@ FUSIONS = (
 
 
 def fused(consumer: str, x: Array) -> Lazy | None:
-    """Return the op behind x if `consumer` computes it in its own launch by the table above; None: it reads x."""
+    """Return the op that produces x if `consumer` computes it by the table above; None: `consumer` reads x."""
     lazy = lazy_of(x)
     return lazy if lazy and _holds(consumer, lazy) else None
 
@@ -90,7 +90,7 @@ def _holds(consumer: str, producer: Lazy) -> bool:
 def packed_for_product(x: Lazy, packing: Packing) -> tuple[int, int]:
     """Return int8 rows of x for a product that finishes a norm, and their sums of squares: Op.emit_deferred.
 
-    If the address of the squares is 0, x is no such norm, and the rows are complete.
+    If the address of the sums is 0, x is not such a norm, and the rows are complete: Op.emit_deferred.
     """
     if packing not in x.forms.deferred and x.op.emit_deferred and _holds("product", x):
         take = x.context.arena.take

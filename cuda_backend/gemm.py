@@ -1,4 +1,4 @@
-"""Matrices expanded to half precision, and their products with many rows by cuBLAS."""
+"""Expand matrices to half precision, and multiply many rows by them with cuBLAS."""
 
 import ctypes
 import os
@@ -100,9 +100,9 @@ def head_matrices(w: Weight, arena: Arena, stream: Stream) -> int:
 def expand_heads(
     w: Weight, matrices: int, transposed: bool, latents: Plane, n: int, out: Plane, stream: Stream
 ) -> None:
-    """Write the first n latents times the matrix of each head to the heads of `out`, float16.
+    """Multiply the first n latents by the matrix of each head, and write the heads of `out`, float16.
 
-    w         (H, columns of a latent, channels), or where it is `transposed` (H, channels, columns of a latent)
+    w         (H, columns of a latent, channels), or, if `transposed`, (H, channels, columns of a latent)
     matrices  address of `head_matrices` of it
     """
     (s,) = w.segments

@@ -13,7 +13,7 @@ PORTABLE, MAPPED = 1, 2  # flags of cudaHostAlloc
 
 
 class HostMemory:
-    """Pinned memory that lives as long as this object; the device reads it at the same `address`.
+    """Pinned memory that lives as long as this object; host and device read it at the same `address`.
 
     CuPy's pool would round its size up to a power of two. Raises BimetalError if the system cannot pin more.
     """

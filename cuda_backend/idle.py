@@ -6,7 +6,7 @@ from cuda_backend.launch import Stream
 
 
 class Idle:
-    """Counts the time from the end of each step whose tokens are copied to the host to the begin of the next one."""
+    """Add up the times from the end of each step whose tokens are copied to the host to the beginning of the next."""
 
     def __init__(self, stream: Stream):
         self.stream = stream
@@ -25,10 +25,10 @@ class Idle:
             self._ended = None
 
     def ends(self) -> None:
-        """Note that the last work of a step has been launched."""
+        """Note that a step's last launch has been made."""
         self._ended = self._now()
 
     def seconds(self) -> float:
-        """Wait for the steps so far, and return the sum of their gaps."""
+        """Wait for the steps so far, and return the seconds between them."""
         self.stream.synchronize()
         return sum(cupy.cuda.get_elapsed_time(ended, begun) for ended, begun in self.gaps) / 1e3

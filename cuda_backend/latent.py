@@ -121,7 +121,7 @@ def expanded_attention(
 
 
 class Queries(NamedTuple):
-    """Float16 queries: their address, the channel at which roped ones begin, and the channels of a row.
+    """Float16 queries: their address, the channel `at` which roped ones begin, and the channels of a row.
 
     rotated  whether the channels before `at` are rotated like latents
     """

@@ -20,8 +20,8 @@ from cuda_backend.staged import StagedCopies
 class Stream:
     """A CUDA stream, with the state that its next launch depends on.
 
-    overlaps  launches may begin before the previous kernel has ended; set while a graph is captured
-    joined    the stream has just waited for another stream: the next launch must not overlap
+    overlaps     launches may begin before the previous kernel has ended; set while a graph is captured
+    joined       the stream has just waited for another stream: the next launch must not overlap
     is_captured  launches go to a graph
     launches  number of kernels launched, including those of replayed graphs
     copies    background copies of its results to the host
@@ -53,8 +53,8 @@ class Stream:
 class Kernel:
     """A compiled function, whose launch converts Python numbers to the types of the parameters.
 
-    In a captured graph, on compute capability 9.0 and newer, its launch may overlap the end of the kernel before it:
-    every kernel of ours waits (prelude.cuh `depend`) before it touches what a step writes.
+    In a captured graph, on compute capability 9.0 and newer, the kernel may begin before the preceding one has ended.
+    Each of our kernels therefore waits (prelude.cuh `depend`) before it accesses memory that a step writes.
     """
 
     def __init__(self, raw: Any, parameters: Sequence[str]):
@@ -123,7 +123,7 @@ class Graph:
         for stream, before in zip(self.streams, self.before, strict=True):
             stream.overlaps = stream.is_captured = False
             self.kernels += stream.launches - before
-            stream.launches = before  # none has run yet
+            stream.launches = before  # no captured launch has run yet
         self.graph = self.streams[0].cuda.end_capture()
 
     def play(self) -> None:
@@ -154,9 +154,9 @@ def kernel(
 ) -> Kernel:
     """Return the function `name` of kernels/<stem>.cu, compiled on first use and kept in CuPy's cache on disk.
 
-    defines  preprocessor definitions, "COLS=8"
-    shared   most dynamic shared memory of a launch, bytes
-    second   definitions of a second matrix: sources.py `source`
+    defines  preprocessor definitions, as "COLS=8"
+    shared   largest dynamic shared memory of a launch, bytes
+    second   preprocessor definitions of a second matrix: sources.py `source`
     """
     return _kernel(cupy.cuda.runtime.getDevice(), stem, name, defines, shared, second)
 

@@ -1,8 +1,9 @@
-"""A model split by layers over several GPUs: the rows of a step pass from one GPU to the next.
+"""Pipeline parallelism: a model's layers are split over several GPUs, and the rows of a step pass from GPU to GPU.
 
-An op runs on the GPU of its weight or state, or else of its first array; other arrays are copied there. `scope` copies
-the residual rows to the GPU of the layer. A captured step is one graph per stretch of layers on one GPU. It never waits
-for the host, so that the first GPU can run a step of other sequences while the next GPU runs this one: `micro_batches`.
+An op runs on the GPU of its weight or state, or without one on that of its first array; other arrays are copied there.
+`scope` copies the residual rows to the GPU of the layer. A captured step is one graph per range of layers on one GPU.
+It never waits for the host, so that the first GPU can run a step of other sequences while the next GPU runs this one:
+`micro_batches`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,7 @@ def forwarded(name: str) -> Any:
 
 
 def gpu_of(args: Sequence[Any]) -> Gpu:
-    """Find the GPU of the first weight or state, else of the first array."""
+    """Find the GPU of the first weight or state among `args`, or without one that of the first array."""
     return next(x.gpu for kind in (Held, Value) for x in args if isinstance(x, kind))
 
 
@@ -226,7 +227,7 @@ def open_gpus(
 
 
 def shared_out(sizes: Sequence[int], split: Sequence[float]) -> list[int]:
-    """Assign layers of given bytes to shares: contiguous ranges, close to the proportions, none empty."""
+    """Assign layers of `sizes` bytes to shares: contiguous ranges, close to the proportions `split`, none empty."""
     if len(split) > len(sizes):
         raise UsageError(f"the model has {len(sizes)} layers, too few for {len(split)} GPUs")
     before = np.concatenate([[0], np.cumsum(sizes)])  # bytes of the layers before a cut

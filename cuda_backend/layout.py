@@ -1,6 +1,6 @@
-"""Layout of device data and of launches on which kernels and launchers must agree, as plain arithmetic.
+"""Compute the layout of device data and of launches, on which kernels and launchers must agree.
 
-Needs neither CuPy nor a GPU, so that the kernels can be compiled and their budgets checked anywhere.
+This module needs neither CuPy nor a GPU, so that any machine can compile the kernels and check their budgets.
 """
 
 import functools
@@ -15,7 +15,7 @@ from common.step import MAX_DECODE_ROWS
 from cuda_backend.occupancy import WHOLE, Card, expert_blocks, in_flight, product_blocks, product_bound
 from cuda_backend.tree_order import most_saved
 
-# columns of a unit, bytes of a tile of 16 rows: kernels/tile.cuh
+# by type: columns of a unit, bytes of a tile of 16 rows: kernels/tile.cuh
 UNITS = {
     "Q4_0": (256, 2304),
     "Q4_1": (256, 2560),
@@ -36,17 +36,17 @@ TOGETHER = ("Q4_K", "Q6_K"), ("Q5_K", "Q6_K")  # types of adjacent matrices in o
 COLS = (1, 8, 16, 24, 32, 40, 48, 64, 72)  # rows of x that one `linear` kernel takes
 SPLIT_TILE = 64  # positions of a tile of kernels/split.cu
 WIDE_GROUPS = 16, 32, 48  # rows of a warp group of kernels/wide.cu
-ONE_ROW_CODES = {"q4_0", "q8_0", "lm2", "lm3", "lm4", "tq3_0"}  # that kernels/one_row.cu decodes
-LATENT_ROWS = 32  # of a CTA of kernels/latent.cu
+ONE_ROW_CODES = {"q4_0", "q8_0", "lm2", "lm3", "lm4", "tq3_0"}  # formats that kernels/one_row.cu decodes
+LATENT_ROWS = 32  # rows per CTA of kernels/latent.cu
 EXPANDED = 8192  # latents that prefill expands to keys and values at a time; a multiple of a tile
-BLOCK_CHOICE = (  # of kernels/choose_blocks.cu
+BLOCK_CHOICE = (  # definitions for kernels/choose_blocks.cu
     f"BLOCK={block_sparse.BLOCK}",
     f"SINKS={block_sparse.SINKS}",
     f"LATEST={block_sparse.LATEST}",
     f"MOST={block_sparse.MOST}",
     f"MASS={round(1000 * block_sparse.MASS)}",
 )
-MOST_SINGLE = 256  # most pieces of a single tile each: kernels/flash.cuh
+MOST_SINGLE = 256  # most pieces that have one tile each: kernels/flash.cuh
 PREFILL_COLS = 32  # rows of a group of kernels/experts.cu in a prefill step
 
 
@@ -56,9 +56,9 @@ def tile_defines(type_: str) -> tuple[str, ...]:
 
 @functools.cache
 def ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
-    """Return (stripes per multiprocessor, stages of the ring, its bytes); `cols` does not change the stripes."""
+    """Return (stripes per multiprocessor, stages of the ring, bytes of the ring); `cols` does not change the first."""
 
-    def stages(columns: int, room: int) -> int:  # more would take memory in which the next kernels could begin
+    def stages(columns: int, room: int) -> int:  # more would take shared memory in which the next kernels can begin
         return min(3, (room - 16) // (_stage(type_, columns) + 16))
 
     half = card.shared // 2 - 1024  # each block keeps 1 KB for the system
@@ -72,7 +72,7 @@ def ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class LinearLaunch:
-    """Build and launch of kernels/linear.cu; `stripes` of a CTA, shared memory in bytes."""
+    """Build and launch of kernels/linear.cu; `stripes` per CTA, shared memory in bytes."""
 
     defines: tuple[str, ...]
     second: tuple[str, ...]  # definitions of a second matrix
@@ -82,7 +82,7 @@ class LinearLaunch:
 
 
 def linear_launch(card: Card, types: tuple[str, ...], cols: int) -> LinearLaunch:
-    """Choose the launch: warps that multiply, one that loads, and up to 8 rows one for the factors of norms."""
+    """Choose the launch: warps that multiply, a warp that loads, and for up to 8 rows a warp for factors of norms."""
     rings = [ring(card, t, cols) for t in types]
     ahead = cols <= 8
     threads = 288 + 32 * ahead
@@ -102,7 +102,7 @@ def linear_launch(card: Card, types: tuple[str, ...], cols: int) -> LinearLaunch
 
 @functools.cache
 def expert_ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
-    """Return (stripes, stages, bytes) as `ring`, for kernels/experts.cu, whose rows are gathered."""
+    """Return (stripes, stages, bytes) as `ring` does, for kernels/experts.cu, which gathers its rows."""
     k, tile = UNITS[type_]
     stage = 8 * tile + cols * (k // 32 * 40 + (32 if k == 128 else 0)) + 16
     half = card.shared // 2 - 1024
@@ -123,7 +123,7 @@ def single_defines(card: Card, type_: str) -> tuple[str, ...]:
 
 
 def parts_of(card: Card, ctas: int, matrices: int, row_blocks: int, k_blocks: int) -> int:
-    """Count the parts into which experts.cu cuts k, so that the matrices of one row fill `ctas` per multiprocessor."""
+    """Count the parts of k with which the matrices of one row fill `ctas` CTAs per multiprocessor in experts.cu."""
     return max(1, min(k_blocks, ctas * card.sms // (matrices * row_blocks)))
 
 
@@ -136,8 +136,8 @@ class Packing(NamedTuple):
     """Form of int8 rows that kernels/store.cuh writes for one or two products.
 
     cols   rows of the product, whose values are interleaved; 1: each row is contiguous
-    fine   whether there is a scale per 32 columns, else per 128
-    whole  rows of a first product, before those of the product of `cols`; 0: there is one product
+    fine   whether each scale covers 32 columns; else 128
+    whole  rows of a first product, before those of the product with `cols`; 0: there is one product
     """
 
     cols: int
@@ -145,7 +145,7 @@ class Packing(NamedTuple):
     whole: int = 0
 
     def joins(self, D: int) -> bool:
-        """Test whether columns of several heads D wide share a scale."""
+        """Test whether one scale covers columns of several heads of width D."""
         return D % (32 if self.fine else 128) != 0
 
 
@@ -153,7 +153,7 @@ UNPACKED = Packing(0, False)
 
 
 def packing(type_: str, rows: int) -> Packing:
-    """Choose how products of `rows` rows with a matrix of a type read rows: sums of whole numbers need one scale."""
+    """Choose the form of `rows` rows for a product with a matrix of a type: integer sums need one scale."""
     whole = next(c for c in COLS if c >= rows - 64) if rows > COLS[-1] else 0
     cols = next(c for c in COLS if c >= rows - whole)
     return Packing(cols, type_ not in WHOLE, whole)
@@ -172,17 +172,17 @@ def packed_size(columns: int, rows: int, packing: Packing) -> int:
 
 @functools.cache
 def shares(card: Card, matrices: tuple[tuple[str, int, int], ...], fills: bool = False) -> tuple[int, ...]:
-    """Stripes of one or two matrices (type, row blocks, k blocks) of a launch.
+    """Return the number of stripes of each matrix (type, row blocks, k blocks) of a launch of one or two.
 
-    For two matrices: minimises the longest stripe, then the longest of the other matrix, then both means.
+    For two matrices: minimise the longest stripe, then the longest of the other matrix, then both means.
 
-    fills  small matrices too take all multiprocessors: Context.fills
+    fills  small matrices use all multiprocessors too: Context.fills
     """
     per_sm = min(ring(card, type_, 1)[0] for type_, _, _ in matrices)
     most = per_sm * card.sms
     if len(matrices) == 1:
         units = matrices[0][1] * matrices[0][2]
-        # what follows may begin beside it from 9.0 on, where one stripe leaves room, not two
+        # from 9.0 on the next kernel may begin beside this one; one stripe per multiprocessor leaves room for it
         if not fills and card.capability >= 90 and per_sm > 1 and most < units <= 2 * most:
             most = -(-units // (units // card.sms))
         return (most,)
@@ -204,7 +204,7 @@ def partition(ctas: int, row_blocks: int, k_blocks: int) -> tuple[int, int]:
     """Return the CTAs of a launch and the partial sums of its output: the most CTAs that compute one row block."""
     units = row_blocks * k_blocks
     ctas = min(ctas, units)
-    if ctas < units <= 2 * ctas:  # no stripe is longer for it, and there are fewer partial sums
+    if ctas < units <= 2 * ctas:  # the longest stripe stays as long, with fewer partial sums
         ctas = -(-units // 2)
     first = np.arange(row_blocks, dtype=np.int64) * k_blocks
     spread = ((first + k_blocks) * ctas - 1) // units - ((first + 1) * ctas - 1) // units
@@ -212,15 +212,15 @@ def partition(ctas: int, row_blocks: int, k_blocks: int) -> tuple[int, int]:
 
 
 def latent_tiles(card: Card, width: int) -> tuple[int, int, int]:
-    """Positions of a tile of kernels/latent.cu, its buffers of 32 positions in shared memory, bytes of shared memory.
+    """Return (positions per tile of kernels/latent.cu, buffers of 32 positions, bytes) for its shared memory.
 
-    A tile of 64 waits half as often, and needs more than one tile in flight.
+    With tiles of 64 positions the kernel waits half as often, but needs more than one tile in flight.
     """
     buffer, rows = 32 * (width + 8) * 2, LATENT_ROWS
     for tile, least, most in ((64, 5, 5), (32, 2, 4)):
         fixed = rows * (tile + 8) * 2 + 4 * rows * (tile + 8) * 4
         buffers = min(most, (card.block_shared - 1024 - fixed) // buffer)  # the kernel declares some itself
-        if buffers >= least and width <= 1024:  # gather has a thread per channel
+        if buffers >= least and width <= 1024:  # the kernel's `gather` has a thread per channel
             return tile, buffers, fixed + buffers * buffer
     raise BimetalError(f"{card.name} has too little shared memory for latents {width} wide")
 
@@ -228,13 +228,13 @@ def latent_tiles(card: Card, width: int) -> tuple[int, int, int]:
 def split_tiles(
     card: Card, width: int, rows: int, packed: int = 0, exact: bool = False
 ) -> tuple[tuple[str, ...], int, int]:
-    """Definitions of kernels/split.cu for 16, 32 or 64 rows per CTA, bytes of shared memory, CTAs per multiprocessor.
+    """Return (definitions of kernels/split.cu for 16, 32 or 64 rows per CTA, bytes of shared memory, CTAs per SM).
 
-    packed  bytes of the longest row of the cache where rows are not float16: buffers hold rows as they are
-    exact   whether some tokens are read as float16 beside them
+    packed  bytes of the longest row of a cache that is not float16, whose rows the buffers hold encoded; 0: float16
+    exact   whether some tokens are read as float16 in addition
     """
 
-    most = 4 if rows == 16 else 1 if exact and width > 128 and card.capability < 90 else 2  # more spill registers
+    most = 4 if rows == 16 else 1 if exact and width > 128 and card.capability < 90 else 2  # more would spill registers
 
     def fit(buffers: int) -> tuple[int, int, int]:
         tiles = 1 if packed else buffers
@@ -244,7 +244,7 @@ def split_tiles(
 
     choices = {16: (2, 3, 4), 32: (2, 3) if packed else (2, 4), 64: (2, 3) if packed else (2,)}[rows]  # others spill
     ctas, buffers, shared = max(fit(n) for n in choices)
-    if not ctas:  # keys and values take turns
+    if not ctas:  # keys and values use the same buffer, one after the other
         ctas, buffers, shared = fit(1)
     if not ctas:
         raise BimetalError(
@@ -256,14 +256,14 @@ def split_tiles(
 
 
 def blocks_of_warp(rows: int) -> int:
-    """Return the blocks of 16 rows that a warp of kernels/split.cu computes, for `rows` rows a CTA."""
+    """Count the blocks of 16 rows that a warp of kernels/split.cu computes, for `rows` rows per CTA."""
     return max(1, rows // 32)
 
 
 def one_row_tiles(card: Card, width: int, packed: int = 0, exact: bool = False) -> tuple[tuple[str, ...], int, int]:
-    """Definitions of kernels/one_row.cu, bytes of its shared memory, CTAs per multiprocessor (0: it does not fit).
+    """Return (definitions of kernels/one_row.cu, bytes of shared memory, CTAs per multiprocessor; 0: it does not fit).
 
-    width, packed, exact  as split_tiles takes them
+    width, packed, exact  as in `split_tiles`
     """
     line = packed or 2 * (width + 8)
     most, choices = (4 if width <= 128 else 3, (4, 6)) if packed else (min(4, 512 // width), (3, 4))
@@ -288,10 +288,10 @@ def split_rows(card: Card, width: int, rows: int, packed: int = 0, exact: bool =
 
 
 def takes_64_rows(card: Card, width: int, rows: int, packed: int = 0, exact: bool = False) -> bool:
-    """Test whether after a long past CTAs of 64 rows are faster than those of 32, with `rows` per head of keys.
+    """Test whether after a long past CTAs of 64 rows are faster than CTAs of 32, with `rows` rows per KV head.
 
-    They read the cache half as often, but there are half as many, too few for all multiprocessors after a short past.
-    Heads wider than 128 would take all registers of a multiprocessor for one CTA.
+    CTAs of 64 rows read the cache half as often, but there are half as many of them, too few for all multiprocessors
+    after a short past. With heads wider than 128, one CTA would take all registers of a multiprocessor.
     """
     if width > 128 or rows < 48:
         return False
@@ -302,9 +302,9 @@ def takes_64_rows(card: Card, width: int, rows: int, packed: int = 0, exact: boo
 
 
 def wide_tiles(card: Card, width: int, rows: int, packed: int = 0) -> tuple[tuple[str, ...], int, int]:
-    """Definitions of kernels/wide.cu for `rows` rows per head of keys, bytes of its shared memory, rows of a CTA.
+    """Return (definitions of kernels/wide.cu for `rows` rows per KV head, bytes of shared memory, rows per CTA).
 
-    packed  as split_tiles takes it
+    packed  as in `split_tiles`
     """
     blocks = -(-rows // (3 * WIDE_GROUPS[-1]))
     each = next(n for n in WIDE_GROUPS if 3 * n * blocks >= rows)
@@ -317,18 +317,18 @@ def wide_tiles(card: Card, width: int, rows: int, packed: int = 0) -> tuple[tupl
 
 
 def takes_wide(card: Card, width: int, rows: int, keys: str = "f16") -> bool:
-    """Test whether kernels/wide.cu has a build for keys of a format and is faster than split.cu, after a long past.
+    """Test whether kernels/wide.cu has a build for the format `keys` and is faster than split.cu after a long past.
 
-    rows  of the step per head of keys
+    rows  rows of the step per KV head
     """
     fewest = {128: 96, 256: 24}
     return card.capability == 90 and keys != "turboquant" and width in fewest and rows >= fewest[width]
 
 
 def whole_tiles(card: Card, width: int) -> tuple[tuple[str, ...], int]:
-    """Definitions of kernels/attention.cu, and bytes of its shared memory: for 64 queries and for tiles of the cache.
+    """Return (definitions of kernels/attention.cu, bytes of shared memory for 64 queries and tiles of the cache).
 
-    Where two tiles of 64 positions do not fit, keys and values take turns in one of 32.
+    If two tiles of 64 positions do not fit, keys and values use one tile of 32, one after the other.
     """
     line = (width + 8) * 2
     if 3 * 64 * line <= card.block_shared:
@@ -345,9 +345,10 @@ def groups_of(columns: int) -> int:
 def delta_saved(
     card: Card, key_width: int, rows: int, norm: bool, runs: int = 1, wide: int = 64
 ) -> tuple[int, int, int]:
-    """Return the matrices that kernels/delta.cu saves in shared memory, those beyond, and shared memory, bytes.
+    """Return (matrices that kernels/delta.cu saves in shared memory, matrices that it saves elsewhere, shared bytes).
 
-    One is shared, if it fits: more are rarely used, and would keep the next kernel from starting beside this one.
+    Shared memory has one matrix, if it fits: more are rarely used, and would keep the next kernel from starting early.
+
     runs  sequences whose trees share the rows
     wide  columns of a CTA
     """
@@ -360,7 +361,7 @@ def delta_saved(
         raise BimetalError(f"{card.name} has too little shared memory for recurrent heads with keys {key_width} wide")
     shared_saved = int(saved > 0 and shared + size <= card.block_shared)
     spilled = saved - shared_saved
-    if runs > 1:  # a tree that saves n more has n times the rows of the smallest that needs one, or more
+    if runs > 1:  # a tree that saves n elsewhere has at least n times the rows of the smallest tree that does so
         spilled = rows // ((6 << (key_width <= 128) + shared_saved) - 2)
     return shared_saved, spilled, shared + shared_saved * size
 
@@ -376,12 +377,12 @@ def padded(width: int) -> int:
 
 
 def row_blocks(rows: int, runs: int, group: int, size: int) -> int:
-    """Return the most blocks of `size` for `rows` rows times `group`, if no block mixes two of `runs` sequences."""
+    """Return the largest number of blocks of `size` for `rows` * `group`, if no block mixes two of `runs` sequences."""
     return (rows * group + min(rows, runs) * (size - 1)) // size
 
 
 def piece_places(most: int, tile: int, window: int, sinks: int, shares: int) -> int:
-    """Count the places for the sums of pieces of `most` positions, without tails: kernels/flash.cuh Pieces."""
+    """Count the places for sums of the pieces of `most` positions, without tails: kernels/flash.cuh Pieces."""
     if window:
         is_single = (window + sinks) // tile + 4 <= min(shares, MOST_SINGLE)
         size = tile if is_single else window_group(window + sinks)
@@ -395,7 +396,7 @@ def sums_bytes(places: int, rows: int, heads: int, width: int) -> int:
 
 
 def most_sums_bytes(most: int, rows: int, heads: int, width: int) -> int:
-    """Return what `rows` rows need, each of a sequence of up to `most` positions."""
+    """Count the bytes of sums and stats for `rows` rows, each of a sequence of up to `most` positions."""
     return sums_bytes(group_count(most) + tail_places(SPLIT_TILE, rows), rows, heads, width)
 
 
@@ -405,7 +406,7 @@ def tail_places(tile: int, rows: int) -> int:
 
 
 def window_group(seen: int) -> int:
-    """Return the positions of a group for a row that sees `seen` positions: its window and the sinks."""
+    """Return the positions per group for a row that sees `seen` positions, its window and the sinks."""
     return 128 if seen <= 4096 else 256 if seen <= 65536 else 4096
 
 

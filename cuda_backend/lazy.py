@@ -1,8 +1,8 @@
-"""Lazy row-wise ops: records of op, inputs and parameters, which are launched when their consumer is known.
+"""Lazy row-wise ops: records of an op, its inputs and its parameters, launched when their consumer is known.
 
 A quantized product reads int8 rows (`packed`), cuBLAS half precision (`product`), other ops float32 (`dense`). The
-consumer requests a form, and one launch computes the op and writes it. fuse.py lists the consumers that compute the op
-in their own launch instead.
+consumer requests one of these forms, and one launch computes the op and writes the form. fuse.py lists the consumers
+that compute the op in their own launch instead.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ class Op:
 
     name           key of the op in fuse.FUSIONS
     emit           launches the op, which writes the forms of a Target
-    emit_deferred  for norms: as `emit`, but does not multiply rows by 1 / rms; it writes sums of squares of 128 columns
-                   each, (T, K / 128), to an address, from which the consumer computes that factor
+    emit_deferred  for norms: as `emit`, but does not multiply rows by 1 / rms; it also writes sums of squares of 128
+                   columns each, (T, K / 128) float32, from which the consumer computes that factor
     """
 
     name: str
@@ -40,7 +40,7 @@ class Op:
 
 @dataclass
 class Forms:
-    """Addresses of the forms of an op that have been computed; 0, or no entry, for the others.
+    """Addresses of the computed forms of an op; 0, or no entry, for a form that is not computed.
 
     deferred  rows of a norm without the factor 1 / rms, and their sums of squares: Op.emit_deferred
     """
@@ -57,7 +57,7 @@ class Forms:
 
 @dataclass(frozen=True, eq=False)
 class Lazy:
-    """(T, K) float32 that `op` will compute from `inputs`, each form at most once, launched on `context.stream`."""
+    """Array (T, K) that `op` computes from `inputs`, each form at most once, launched on `context.stream`."""
 
     context: Context
     op: Op

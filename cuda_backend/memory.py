@@ -27,7 +27,7 @@ def limit(nbytes: int, devices: Sequence[int] = ()) -> None:
 
 
 def room() -> tuple[int, int]:
-    """Return (bytes of the current GPU that this process may still allocate, bytes that it may allocate in all)."""
+    """Return (bytes that this process may still allocate on the current GPU, bytes that it may allocate in all)."""
     free, total = cupy.cuda.runtime.memGetInfo()
     pool = cupy.get_default_memory_pool()
     most = pool.get_limit()
@@ -35,7 +35,7 @@ def room() -> tuple[int, int]:
 
 
 def give_back() -> None:
-    """Return the unused memory of CuPy's pool to the driver, after a collection of garbage."""
+    """Collect garbage, and return the unused memory of CuPy's pool to the driver."""
     gc.collect()
     give_back_blocks()
 
@@ -48,8 +48,8 @@ def give_back_blocks() -> None:
 class Memory:
     """Device memory that lives as long as this object.
 
-    stream  the only stream that uses it; after it is freed, kernels launched there may still read it, so that the pool
-            reuses it for this stream alone
+    stream  the only stream that uses the memory; kernels launched there may still read it after it is freed, since the
+            pool reuses it for this stream alone
     """
 
     def __init__(self, nbytes: int, stream: Stream | None = None):
@@ -77,7 +77,7 @@ def _allocate(nbytes: int, stream: Stream | None) -> Any:
 
 
 def upload(array: np.ndarray, stream: Stream) -> Memory:
-    """Copy a contiguous array to the device; returns when the caller may overwrite the array."""
+    """Copy a contiguous array to new device memory; returns when the caller may overwrite the array."""
     memory = Memory(array.nbytes, stream)
     copy_in(memory.address, array, stream)
     return memory
@@ -100,7 +100,7 @@ class Arena:
     the step, a fourth those that last until the end of a layer, which the next layer reuses. Memory that a captured
     graph uses is never freed.
 
-    steps  number of steps so far that took memory here: those that were launched or captured, not the replayed ones
+    steps  number of steps so far that took memory here: those launched or captured, not the replayed ones
     """
 
     CHUNK = 32 << 20

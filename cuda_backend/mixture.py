@@ -24,7 +24,7 @@ from cuda_backend.weights import Weight
 
 
 class Router(NamedTuple):
-    """Parameters by which rows choose among experts.
+    """Parameters of the choice of experts.
 
     bias    address of the numbers added to sigmoid scores before the choice; 0: softmax
     shared  whether a shared expert is matrix number E of the same launches
@@ -67,10 +67,12 @@ def moe(context: Context, x: Array, gate_up: Weight, down: Weight, ids: Array, w
 def moe_ffn(
     context: Context, x: Array, matrix: Weight, router: Router, experts: Experts, shared_gate: Weight | None
 ) -> Array:
-    """Compute Ops.moe_ffn. A shared expert of the experts' type is one more matrix of their launches, else a branch.
+    """Compute `Ops.moe_ffn`.
 
-    matrix       the router's
-    shared_gate  of the gate on the shared expert, None without
+    A shared expert of the experts' type is one more matrix of their launches, one of another type a branch.
+
+    matrix       matrix of the router
+    shared_gate  matrix of the gate on the shared expert; None: no gate
     """
     shared_gate_up, shared_down = experts.shared_gate_up, experts.shared_down
     assert shared_gate_up
@@ -94,7 +96,7 @@ def moe_ffn(
 def _chosen(
     context: Context, x: Array, matrix: Weight, router: Router, experts: Experts, shared_gate: Weight | None
 ) -> Array:
-    """Compute the experts that each row chooses, weighted and added up: first the choice, then the products."""
+    """Choose experts for each row, multiply by them, and return the weighted sums."""
     logits = rows.linear(context, x, matrix)
     if context.routing and experts.gate_up.layer is not None:  # the router runs for its time; its choice is not used
         logits = context.routing.logits_of(experts.gate_up.layer, x.shape[0])
@@ -109,7 +111,7 @@ def _chosen(
 
 
 def _experts_of_one(context: Context, x: Array, experts: Experts, choice: np.ndarray, weights: Array) -> Array:
-    """Compute the experts of one row; the products choose them and fill the weights: kernels/choose.cuh Choice."""
+    """Compute the experts of one row; the products choose them and write their weights: kernels/choose.cuh Choice."""
     gate_up, down, shared_gate_up, shared_down = experts
     y = chosen_linear(context, rows.as_lazy(context, x), gate_up, shared_gate_up, choice)
     y = chosen_linear(context, y, down, shared_down, choice)
@@ -139,7 +141,7 @@ def _log(context: Context, experts: Weight, T: int, taken: int) -> int:
 
 
 def _for_rows(context: Context, experts: Weight, T: int) -> AbstractContextManager[Weight]:
-    """Return the experts for the launches in the block; for a prefill step all of them are in GPU memory."""
+    """Provide the experts for the launches in the block; for a prefill step all of them are in GPU memory."""
     if context.experts is None or experts.layer is None or T <= MAX_DECODE_ROWS:
         return nullcontext(experts)
     return context.experts.staged(experts)
@@ -152,7 +154,7 @@ def _beside(
     main, side, branch = context.stream, context.side, context.branch()
     lazy = lazy_of(x)
     if lazy:
-        dense_for_product(lazy)  # for both; another form is each one's own
+        dense_for_product(lazy)  # both read these forms; each computes any other form itself
     main.record(context.forked)
     side.wait(context.forked)
     y = moved(first(branch, moved(x, branch)), context)
@@ -231,7 +233,7 @@ def head_linear(context: Context, x: Array, w: Weight) -> Array:
     if y:
         return y
     lazy = lazy_of(x)
-    if not lazy or C % 256:  # else the packed heads of a row are packed rows one after the other
+    if not lazy or C % 256:  # otherwise each packed head is a packed row, and the heads of a row are adjacent
         flat = Array((T * H, C), x.address) if lazy else x.reshape(T * H, C)
         lazy = rows.as_lazy(context, flat)
     return grouped_linear(context, lazy, w, _head_groups(context, T, H), 1).reshape(T, H, w.rows)
@@ -241,7 +243,7 @@ def _heads_of_one_row(context: Context, x: Array, w: Weight) -> Array | None:
     """Compute head_linear of x (1, H, columns), packed if a product reads it packed; None: not supported."""
     _, H, C = x.shape
     lazy = lazy_of(x)
-    packs = lazy is not None and C % 256 == 0  # else packed heads are no packed rows one after the other
+    packs = lazy is not None and C % 256 == 0  # otherwise a packed head is not a packed row
     heads = x.reshape(H, C) if not packs else x
     if not is_packed(w) or len(w.segments) > 1 or not (packs or float4_aligned(heads)):
         return None
@@ -272,6 +274,6 @@ def _head_groups(context: Context, T: int, H: int) -> Groups:
     at = memory.address
     ends = at + table.nbytes, at + table.nbytes + order.nbytes
     made = Groups(ends[1], at, ends[0], T * H, len(groups), cols, 0, memory)
-    if T <= MAX_DECODE_ROWS:  # captured graphs point to it
+    if T <= MAX_DECODE_ROWS:  # keep the tables, whose addresses captured graphs have
         context.groups[T, H] = made
     return made

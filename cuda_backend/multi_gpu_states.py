@@ -1,4 +1,4 @@
-"""States of sequences on several GPUs: a pool on each, of its layers or its part of every layer, with equal slots."""
+"""States of sequences on several GPUs: a pool per GPU, of its layers or its part of every layer, with equal slots."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class MultiGpuPool:
     layers  `pool[i].kv`, ... of all layers, as the ops of these GPUs receive them
     """
 
-    length = 0  # of no one sequence
+    length = 0  # a pool has no single length
 
     def __init__(self, pools: Mapping[Gpu, CudaPool], layers: Sequence[SimpleNamespace]):
         self.pools, self.layers = pools, layers

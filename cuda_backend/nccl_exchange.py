@@ -36,10 +36,10 @@ def package() -> str:
 
 
 class NcclExchange:
-    """Exchange by NCCL: a communicator for each of `gpus`, whose places are the ranks, in one process.
+    """Exchange by NCCL in one process: a communicator per GPU; a rank is an index into `gpus`.
 
-    index, passed  as of Exchange, as `fuses` of a sum
-    is_over        a GPU waits for another one that has ended its step
+    index, passed  as in `Exchange`, like the argument `fuses` of `sum`
+    is_over        whether a GPU waits for another GPU that has ended its step
     """
 
     def __init__(self, gpus: Sequence[Gpu], nccl: ModuleType, seconds: float = SECONDS):
@@ -89,7 +89,7 @@ class NcclExchange:
             for gpu, communicator, x, to in zip(self.gpus, self.communicators, sent, received, strict=True):
                 stream = gpu.context.stream
                 communicator.allGather(x.address, to, x.size, self.nccl.NCCL_FLOAT32, stream.ptr)
-                stream.joined = True  # NCCL may have let it wait for a stream of its own
+                stream.joined = True  # NCCL may have made it wait for one of its own streams
         finally:
             self.nccl.groupEnd()
         self.index += 1
@@ -129,8 +129,8 @@ class NcclExchange:
 def _communicators(nccl: ModuleType, devices: tuple[int, ...]) -> Sequence[Any]:
     """Return a communicator per GPU; all models on these GPUs share them, and they last as long as the process.
 
-    CuPy destroys a communicator with its object, and NCCL's destruction waits until all graphs that contain its calls
-    are gone, which Python may free later: a deadlock.
+    CuPy destroys a communicator with its object. NCCL then waits until all graphs that contain its calls are freed;
+    Python may free these graphs later, which would be a deadlock.
     """
     try:
         communicators = nccl.NcclCommunicator.initAll(list(devices))

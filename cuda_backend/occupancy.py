@@ -1,7 +1,7 @@
-"""Resources of cards, as data: shared memory, L2, and the registers of products by compute capability.
+"""Resources of GPUs, as data: shared memory, L2, and the registers of products, by compute capability.
 
-Launchers read a `Card` from the device (card.py). Tests compile every kernel for the cards of CARDS, whose speed
-docs/cuda.md predicts. Needs neither CuPy nor a GPU.
+Launchers read a `Card` from the device (card.py). Tests compile every kernel for the GPUs of CARDS, whose speed
+docs/cuda.md predicts. This module needs neither CuPy nor a GPU.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from typing import NamedTuple
 class Card:
     """Properties of a GPU that launches depend on, read once. A multiprocessor has 65,536 registers.
 
-    sms           multiprocessors
-    shared        shared memory of one, and the most that a block may take, bytes
+    sms           number of multiprocessors
+    shared        bytes of shared memory per multiprocessor; block_shared: most bytes that a block may take
     """
 
     name: str
@@ -34,7 +34,7 @@ class Card:
 
     @property
     def finds_slot(self) -> bool:
-        """Test whether attention.cu finds the rows of a slot in planes of float16; on 7.5 its registers would spill."""
+        """Test whether attention.cu itself finds a slot's rows in float16 planes; on 7.5 its registers would spill."""
         return self.capability >= 80
 
 
@@ -65,10 +65,10 @@ WHOLE = (*SUMS, *SIXTEENS, "IQ4_XS")  # types with integer scales
 
 
 class InFlight(NamedTuple):
-    """Loads that a warp of kernels/stripes.cuh has in flight: more would spill, fewer wait.
+    """Loads that a warp of kernels/stripes.cuh has in flight: more would spill registers, fewer would wait for memory.
 
-    halves  of 128 columns of a unit's 256
-    eights  of rows
+    halves  halves of a unit's 256 columns, 128 each
+    eights  groups of 8 rows
     """
 
     halves: int
@@ -76,7 +76,7 @@ class InFlight(NamedTuple):
 
 
 def in_flight(card: Card, type_: str, cols: int) -> InFlight:
-    """Return the loads for `cols` rows of x: a thread has 80 or 96 registers if two blocks are resident, else 168."""
+    """Choose the loads for `cols` rows of x: a thread has 80 or 96 registers if two blocks are resident, else 168."""
     all_eights, blackwell, hopper = max(1, cols // 8), card.capability >= 100, card.capability == 90
     one_half = (
         (cols > 32 and not hopper)
@@ -99,8 +99,8 @@ def in_flight(card: Card, type_: str, cols: int) -> InFlight:
 def product_bound(card: Card, types: tuple[str, ...], cols: int, threads: int) -> int:
     """Return the launch bound, in threads, of kernels/linear.cu; its blocks have `threads`.
 
-    With 8 and 16 rows it is compiled for more threads than it has: a thread then gets 80 registers, not 96, which
-    leaves room for the kernel after it, since on 9.0 that kernel may begin before the product has ended.
+    For 8 and 16 rows the kernel is compiled for more threads than a block has: a thread then gets 80 registers, not 96.
+    This leaves registers for the next kernel, which on 9.0 may begin before the product has ended.
     """
     spills = any(type_ in APART for type_ in types)
     return 384 if card.capability == 90 and cols in (8, 16) and not spills else threads

@@ -37,15 +37,15 @@ from cuda_backend.states import CudaPool, may_capture, pool_bytes, state_bytes
 from cuda_backend.upload import BUFFERS, Uploader
 from cuda_backend.weights import Weight
 
-PROMPT_ROWS = 32  # the rows of each captured long step of a prompt are a multiple of this
-LONG_WARM = range(160, 257, PROMPT_ROWS)  # rows of long steps that are captured early: turns of a conversation
+PROMPT_ROWS = 32  # the number of rows of each captured long step is a multiple of this
+LONG_WARM = range(160, 257, PROMPT_ROWS)  # rows of long steps captured early: typical turns of a conversation
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def of_context(op: Callable[Concatenate[Context, P], R]) -> Callable[Concatenate["CudaOps", P], R]:
-    """Make a method of an op, a function whose first argument is the context."""
+    """Make a method from an op, a function whose first argument is the context."""
 
     @wraps(op)
     def method(self: "CudaOps", *args: P.args, **options: P.kwargs) -> R:
@@ -62,7 +62,10 @@ class CudaOps(Ops):
     cache_pairs = PAIRS
 
     def __init__(self, experts: HotExperts | None = None) -> None:
-        """experts  what experts may take of the GPU's memory, the others being in the host's; None: all are loaded"""
+        """Open the current GPU.
+
+        experts  GPU memory for hot experts, while host memory holds all experts; None: all are in GPU memory
+        """
         self.context = make(available(), experts)
         self.expert_supply = self.context.experts
         self.expert_vram = experts.nbytes if experts else 0
@@ -147,8 +150,8 @@ class CudaOps(Ops):
     def held_pool_bytes(
         self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int, rows: int, batches: int = 1
     ) -> int:
-        """Predict a pool as Ops.held_pool_bytes does; `batches` as in `new_pool`."""
-        beside = (slots - 1) * sizes.snapshot_bytes(spec, capacity)  # work_bytes has those of one
+        """Predict the bytes of a pool as Ops.held_pool_bytes does; `batches` as in `new_pool`."""
+        beside = (slots - 1) * sizes.snapshot_bytes(spec, capacity)  # work_bytes counts the snapshots of one slot
         return pool_bytes(spec, slots, capacity, tokens, batches) + beside
 
     def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
@@ -177,8 +180,8 @@ class CudaOps(Ops):
     ) -> CudaPool:
         """Make states of up to `slots` sequences, which one step may compute together.
 
-        tokens   that all of them may hold together, at least one whole context; None: each may hold `capacity`
-        batches  micro-batches, whose steps alternate
+        tokens   most tokens of all sequences together, at least one whole context; None: each may hold `capacity`
+        batches  number of micro-batches, whose steps alternate
         """
         check_room(self.context.card, spec)
         give_back_blocks()  # CuPy's pool would divide blocks of earlier states, and the rests would be lost
@@ -268,7 +271,7 @@ class CudaOps(Ops):
         return self.read_all(x)[0]
 
     def read_all(self, *xs: Any) -> tuple[np.ndarray, ...]:
-        """Read the arrays of a `top_k` or an `argmax_entropy`, which lie one after the other, in one copy."""
+        """Read the adjacent arrays of a `top_k` or an `argmax_entropy` in one copy."""
         arrival = getattr(xs[0], "arrival", None)
         if len(xs) == 1 and arrival is not None and arrival.numbers.size == xs[0].size:  # chosen tokens
             return (_tokens(arrival.read()),)

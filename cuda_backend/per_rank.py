@@ -11,7 +11,7 @@ from cuda_backend.transports import Transport
 
 
 class PerRank:
-    """An array, a weight or a layer's state of each rank; arrays have one shape. `gpus` may be more than `parts`."""
+    """An array, a weight or a layer's state of each rank; arrays have equal shapes. `gpus` may outnumber `parts`."""
 
     __slots__ = ("gpus", "parts")
 
@@ -58,7 +58,7 @@ def per_rank(gpus: Sequence[Gpu], trees: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class GraphPerRank:
-    """A step as a graph of each rank, with so many exchanges. All are launched before the host waits for any."""
+    """A captured step: one graph per rank, and the number of exchanges. All graphs are launched before any wait."""
 
     gpus: Sequence[Gpu]
     graphs: Sequence[Graph]

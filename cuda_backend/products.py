@@ -1,4 +1,4 @@
-"""Products of all rows of a step with one matrix, and rows of a table."""
+"""Multiply all rows of a step by one matrix, and look up rows of a table."""
 
 import itertools
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from cuda_backend.weights import Segment, Weight
 
 
 class RowNorm(NamedTuple):
-    """Norm of its input rows whose factor 1 / rms a product applies: fuse.packed_for_product.
+    """Deferred norm of a product's input rows, whose factor 1 / rms the product applies: fuse.packed_for_product.
 
     squares  address of sums of squares of 128 columns each, `parts` per row; 0: no norm
     """
@@ -42,7 +42,7 @@ class RowNorm(NamedTuple):
 
 
 NONE = RowNorm()
-EXPAND = 1 << 26  # most elements of a quantized matrix that prefill expands at a time
+EXPAND = 1 << 26  # most elements of a quantized matrix that a prefill step expands at a time
 
 
 def row_norm(squares: int, s: Segment, x: Lazy) -> RowNorm:
@@ -51,7 +51,7 @@ def row_norm(squares: int, s: Segment, x: Lazy) -> RowNorm:
 
 
 def inverse(divisor: int) -> int:
-    """Return the factor by which kernels divide: kernels/prelude.cuh `quotient`."""
+    """Return the factor with which kernels divide by `divisor`: kernels/prelude.cuh `quotient`."""
     return 0xFFFFFFFF // divisor
 
 
@@ -123,7 +123,7 @@ def _quantized(
     types = tuple(s.type for s, _, _ in matrices)
     stripes = sum(n for _, _, n in matrices)
     for first, cols in ((0, how.whole), (how.whole, how.cols)) if how.whole else ((0, how.cols),):
-        launch = linear_launch(context.card, types, cols)  # the matrices are read once for each
+        launch = linear_launch(context.card, types, cols)  # each launch reads the matrices once
         each = launch.stripes if stripes > context.card.sms else 1
         given, ctas = np.zeros(2, MATRIX), [-(-n // each) for _, _, n in matrices]
         for i, (s, out, n) in enumerate(matrices):
@@ -158,7 +158,7 @@ def dense_product(
     pairs: tuple[int, int] = (0, 1),
     norm: RowNorm = NONE,
 ) -> None:
-    """Launch kernels/dense.cu; `pairs`: address of the matrix of each pair, or 0; how many pairs take a row of x."""
+    """Launch kernels/dense.cu; `pairs`: (address of each pair's matrix number, or 0; pairs per row of x)."""
     ids, share = pairs
     rows = 1 if ids or T == 1 else 2
     result = T, row_stride, partials, T * row_stride
@@ -171,9 +171,9 @@ def dense_product(
 
 
 def _product(context: Context, x: Lazy, w: Weight) -> Array:
-    """Multiply more rows than kernels/linear.cu takes: cuBLAS in half precision, one expanded slice of w at a time.
+    """Multiply more rows than kernels/linear.cu takes, by cuBLAS in half precision, one expanded slice of w at a time.
 
-    A float32 matrix keeps its precision: rounding a router would change which experts it chooses.
+    A float32 matrix keeps its precision: a rounded router would choose other experts.
     """
     T, N, arena, stream, half = x.T, w.rows, context.arena, context.stream, context.card.half
     out = Array((T, N), arena.take(T * N * 4))

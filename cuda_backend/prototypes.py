@@ -1,6 +1,6 @@
-"""The parameters of kernels: structs as kernels/*.cuh declare them, and prototypes, read from a kernel's text.
+"""Parameters of kernels: structs as kernels/*.cuh declare them, and prototypes read from a kernel's text.
 
-Needs neither CuPy nor a GPU.
+This module needs neither CuPy nor a GPU.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""CudaOps with random weights of the tensors' types and shapes, made on the device, for benchmarks."""
+"""CudaOps for benchmarks: weights have the tensors' types and shapes, and random values made on the device."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,11 +20,15 @@ from cuda_backend.weights import Stage, Weight
 
 class RandomOps(CudaOps):
     def __init__(self, experts: HotExperts | None = None, trace: Trace | None = None, start: int = 0) -> None:
-        """trace  what steps route by, from token `start` on; None: random routers"""
+        """Open the current GPU.
+
+        experts  as in `CudaOps`
+        trace    the routing that steps replay, from token `start` on; None: random routers choose
+        """
         super().__init__(experts)
         routing = Routing(trace, self.context.stream, start) if trace else None
         self.context = replace(self.context, routing=routing)
-        self.experts_of: dict[int, int] = {}  # by layer
+        self.experts_of: dict[int, int] = {}  # number of experts by layer
 
     def expert_weight(self, *parts: Tensor) -> Weight:
         if self.layer is not None:

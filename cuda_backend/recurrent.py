@@ -23,7 +23,7 @@ NARROW_ROWS = 32  # rows from which CTAs of 32 columns may be faster
 
 
 class Taps(NamedTuple):
-    """The convolution in front of the delta rule: its state, and the address of its taps."""
+    """The convolution before the delta rule: its state, and the address of its taps."""
 
     conv: Conv
     address: int
@@ -32,9 +32,9 @@ class Taps(NamedTuple):
 class Rule(NamedTuple):
     """A delta rule over T rows.
 
-    inputs  q, k, v, a and b as kernels read them; with `taps` the first is q, k and v in one, before the convolution
+    inputs  q, k, v, a and b as kernels read them; with `taps` the first input is q, k and v joined, not yet convolved
     decay   addresses of decay and dt_bias
-    step    address of the StepState, for `runs` sequences at most
+    step    address of the StepState, for at most `runs` sequences
     wide    columns of a CTA of kernels/delta.cu
     one_row_each  whether each of several sequences has one row
     """
@@ -159,7 +159,7 @@ def _float4_rows(context: Context, x: Array) -> Array:
 
 
 def apply_paths(context: Context, recurrent: Recurrent, slots: Sequence[int]) -> None:
-    """Apply the committed paths of `slots` in every layer, as the next step would, with no rows."""
+    """Apply the committed paths of `slots` in every layer, by a step without rows."""
     inputs, n = context.replay.small, len(slots)
     runs = [RunInput(Run(slot, i, 0), 0, *recurrent.input(slot)) for i, slot in enumerate(slots)]
     inputs.upload(Step.chain(np.empty(0, np.int32), 0), recurrent.pairs[slots[0]].at, runs)

@@ -20,7 +20,7 @@ from cuda_backend.segments import HostCall, Program, Segment, run_step
 
 
 class Gpu:
-    """One GPU of several: its ops, and the event that others wait for."""
+    """One of several GPUs: its ops, and the event that other GPUs wait for."""
 
     def __init__(self, index: int, make: Callable[[], CudaOps]):
         self.index, self.device = index, cupy.cuda.Device(index)
@@ -86,7 +86,7 @@ class MultiGpuStep:
 
 @dataclass(frozen=True)
 class PeerCopy:
-    """A copy of bytes at `address` of one GPU to `to` of another, in the order of the other one's stream.
+    """Copy bytes from `address` on one GPU to address `to` on another, in the order of the target's stream.
 
     The source waits for the copy, so that it does not overwrite data that are not copied yet.
     """
@@ -123,11 +123,11 @@ class GpuGraph:
 
 
 class Relay:
-    """Runs step functions over the GPUs, as Replay does on one.
+    """Run step functions over several GPUs, as Replay does on one.
 
     here      the GPU whose ops are being launched
-    steps     the step on every GPU that it has reached
-    segments  of the step that is being captured, before `graph`, which is open on the GPU `here`
+    steps     the DeviceStep of every GPU that the step has reached
+    segments  segments of the step that is being captured, before `graph`, which is open on the GPU `here`
     """
 
     def __init__(self, gpus: Sequence[Gpu]):

@@ -1,7 +1,7 @@
-"""A step in device memory, and captured programs: one per function and Shape, for every position.
+"""Steps in device memory, and captured programs: one per function and Shape, valid at every position.
 
 The inputs that change between steps (lengths, positions, tokens, masks, the committed path) are copied to fixed
-addresses before each run. Kernels read them there, so that a captured graph stays valid.
+addresses before each run. Kernels read the inputs there, so that a captured graph stays valid.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from cuda_backend.runs import MAX_RUNS, Run
 from cuda_backend.segments import Program, Shape, run_step
 from cuda_backend.tree_order import depth_first, lines
 
-Table = MutableMapping[Shape, Program | None]  # captured steps of a function; None: it has run once
+Table = MutableMapping[Shape, Program | None]  # captured steps of a function; None: the step has run once, not captured
 
 BUCKETS = (1, 8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 136)
 
@@ -33,12 +33,12 @@ LONG_PAST = 4096  # committed tokens from which attention takes larger blocks of
 LONG_ROWS = 1024  # most rows of a captured long step: up to here the device waits for launches of the host
 LONG_PROGRAMS = 32  # captured long steps that are kept, per function
 
-# kernels/prelude.cuh StepState: its numbers, and where its other fields begin and it ends
+# kernels/prelude.cuh StepState: its leading numbers, the offsets of its other fields, and its end
 HEAD = struct.Struct("3i")  # rows, runs, kept
 RUN = struct.Struct("10i8x")  # slot, first, rows, past, from, to, path, path_length, kind, branches
 PATH = 64
 SEEN = PATH + 4 * MAX_DECODE_ROWS
-SEEN_BYTES = -(-MAX_DECODE_ROWS // 32) * 4  # of a row
+SEEN_BYTES = -(-MAX_DECODE_ROWS // 32) * 4  # bytes per row
 LINE = SEEN + MAX_DECODE_ROWS * SEEN_BYTES
 MOVES = LINE + 4 * MAX_DECODE_ROWS
 PARENTS = MOVES + MAX_DECODE_ROWS
@@ -61,12 +61,12 @@ class RunInput(NamedTuple):
 class DeviceStep:
     """The `step` that ops receive: T rows, padding included; device memory has their number and sequences.
 
-    address       of the StepState
+    address       address of the StepState
     runs          largest number of sequences
     one_row_each  whether each of several sequences has one row
     long_past     as Shape.long_past
     is_block      whether all rows of a sequence see each other
-    slot, past    slot and committed positions of the one sequence of a prefill step
+    slot, past    slot and committed positions of the only sequence of a prefill step
     hidden        as Step.hidden
     """
 
@@ -92,7 +92,7 @@ class DeviceStep:
 
 
 def seen(parents: list[int] | None, T: int) -> bytes:
-    """Mark for each of T rows the rows that it sees, a bit each, as Step.visible."""
+    """Encode Step.visible: for each of T rows a bit mask of the rows that it sees; `parents` None: a block."""
     rows = [(1 << T) - 1] * T if parents is None else []
     for row, parent in enumerate(parents or ()):
         rows.append((rows[parent] if parent != PAST else 0) | 1 << row)
@@ -101,19 +101,19 @@ def seen(parents: list[int] | None, T: int) -> bytes:
 
 @cache
 def chain_sees(T: int, is_block: bool) -> bytes:
-    """`seen` of a chain of T rows, or of a block."""
+    """Return `seen` for a chain of T rows, or for a block."""
     return seen(None if is_block else list(range(PAST, T - 1)), T)
 
 
 @cache
 def _chain(nbytes: int, T: int) -> bytes:
-    """Return the memory of an Inputs that holds a chain of T rows of one sequence, of which the rest is zero."""
+    """Return the bytes of an Inputs with a chain of T rows of one sequence; all other fields are zero."""
     return bytes(SEEN) + chain_sees(T, False).ljust(nbytes - SEEN, b"\0")
 
 
 @cache
 def _single_rows(nbytes: int, T: int) -> bytes:
-    """Return the memory of an Inputs that holds a row of each of T sequences, of which the rest is zero."""
+    """Return the bytes of an Inputs with one row of each of T sequences; all other fields are zero."""
     before = bytes(SEEN) + T * chain_sees(1, False)
     return (before.ljust(RUN_OF, b"\0") + bytes(range(T))).ljust(nbytes, b"\0")
 
@@ -128,35 +128,36 @@ class Inputs:
     """Device memory at a fixed address, from which kernels and captured graphs read a step of at most `rows` rows.
 
         0                      numbers of rows and runs, and the store that holds the rows of paths: HEAD
-        PATH                   rows of the step before that are committed, of all runs
-        SEEN                   the rows that each row sees, a bit each
+        PATH                   committed rows of the preceding step, of all runs
+        SEEN                   for each row a bit mask of the rows that it sees
         LINE, MOVES, PARENTS   the order in which recurrent layers compute the rows of trees
         RUN_OF, RUNS           the run of each row, and the runs: RUN
         END                    positions, then tokens, `rows` int32 each
 
-    `upload` writes this before each step: what the host knows in one copy, and tokens that the device has drawn in
-    another. Tokens of the greedy choice need none, since its kernel writes them to the address of `place_for` as well.
+    `upload` writes this memory before each step: one copy for what the host knows, another one for tokens that the
+    device has drawn. Greedy tokens need no copy, since the kernel that chooses them also writes them to the address of
+    `place_for`.
     """
 
     def __init__(self, rows: int, stream: Stream):
         self.rows, self.stream = rows, stream
         self.memory = Memory(END + 8 * rows, stream)
         self.tokens = self.memory.address + END + 4 * rows
-        self.sampled: Array | None = None  # the array whose tokens lie there already: `place_for`
-        self.hidden: dict[int, Memory] = {}  # by columns, since captured graphs have the addresses
+        self.sampled: Array | None = None  # the array whose tokens a kernel wrote there too: `place_for`
+        self.hidden: dict[int, Memory] = {}  # by columns; kept, since captured graphs have the addresses
         self.steps: dict[tuple[Shape, bool], DeviceStep] = {}
         cupy.cuda.runtime.memsetAsync(self.memory.address, 0, self.memory.nbytes, stream.ptr)
 
     def place_for(self, tokens: Array) -> int:
-        """Return an address to which `tokens` should be written as well, so that the next step need not copy them."""
+        """Return an address to which a kernel should also write `tokens`, so that the next step need not copy them."""
         self.sampled = tokens
         return self.tokens
 
     def upload(self, step: Step, kept: int, runs: Sequence[RunInput]) -> None:
         """Put a step together in host memory, and queue its copy to the device on the stream.
 
-        A chain of one sequence and one row of each of several, the most frequent steps, begin as copies in which all
-        but the head, the path, the runs, positions and tokens are as they must be. Other steps begin as zeros.
+        The most frequent steps, a chain of one sequence and one row of each of several, begin as copies of templates,
+        in which only the head, the path, the runs, positions and tokens are missing. Other steps begin as zeros.
 
         kept  the store that holds the rows of paths
         """
@@ -215,7 +216,7 @@ class Inputs:
                 runtime.memcpyAsync(self.tokens, given, 4 * T, runtime.memcpyDeviceToDevice, self.stream.ptr)
 
     def place_hidden(self, hidden: Array | None) -> Array | None:
-        """Copy a step's hidden states (T, n) to an address that is the same for all steps of so many columns."""
+        """Copy a step's hidden states (T, n) float32 to an address that is the same for all steps with n columns."""
         if hidden is None:
             return None
         T, n = hidden.shape
@@ -245,7 +246,7 @@ class Inputs:
 
 
 class Replay:
-    """Runs step functions on one GPU, eagerly or by replaying a captured program: segments.run_step."""
+    """Run step functions on one GPU, eagerly or by replaying a captured program: segments.run_step."""
 
     def __init__(self, arena: Arena, stream: Stream, side: Stream, overlap: bool, captures_long: bool):
         self.arena, self.stream, self.side, self.captures_long = arena, stream, side, captures_long
@@ -270,9 +271,10 @@ class Replay:
         return out, len(step)
 
     def _run_long(self, fn: Callable[[Any, DeviceStep], Any], state: Any, here: DeviceStep, table: Table) -> Any:
-        """Run a long step as run_step runs a short one; the least recently used programs are dropped.
+        """Run a long step as run_step runs a short one; drop the least recently used programs.
 
-        A program is captured for one slot and length, and replayed for all: its kernels read them from the StepState.
+        A program is captured for one slot and length, and replayed for all others, since its kernels read slot and
+        length from the StepState.
         """
         shape = Shape(here.T)
         has_run, program = shape in table, table.pop(shape, None)
@@ -285,10 +287,10 @@ class Replay:
         if program is None:
             try:
                 program = self._captured(fn, state, here, overlap=False)._replace(scratch=self.arena.passing)
-            except NotImplementedError:  # CuPy does not capture cuBLAS, whose library was not found: gemm.py
+            except NotImplementedError:  # cuBLAS was not found, and CuPy's calls of it cannot be captured: gemm.py
                 self.captures_long = False
                 return self._call(fn, state, here)
-        table[shape] = program  # the last of the table
+        table[shape] = program  # last in the table: the most recently used
         for segment in program.segments:
             segment.play()
         for old in [each for each in table if each.T > MAX_DECODE_ROWS][:-LONG_PROGRAMS]:
@@ -332,7 +334,7 @@ class Replay:
             self.active = None
 
     def graph(self, overlap: bool = True) -> Graph:
-        """Begin a graph that captures the following launches; their kernels may overlap on cards that can do it."""
+        """Begin a graph that captures the following launches; with `overlap` kernels may overlap if the GPU can."""
         return Graph((self.stream, self.side), self.overlap and overlap)
 
     def _captured(
@@ -349,7 +351,7 @@ class Replay:
 
 
 def check(step: Step, runs: Sequence[Run], lengths: Sequence[int], capacity: int) -> None:
-    """Refuse a step that its sequences, with so many committed tokens by slot, have no room for."""
+    """Refuse a step that exceeds `capacity` of a sequence; `lengths` are the committed tokens of each slot."""
     for slot, _, rows in runs:
         past = lengths[slot]
         if past + rows > capacity + MAX_DECODE_ROWS or (rows > MAX_DECODE_ROWS and past + rows > capacity):
@@ -359,7 +361,7 @@ def check(step: Step, runs: Sequence[Run], lengths: Sequence[int], capacity: int
 
 
 def bucket(T: int) -> int:
-    """Return the rows of the graph for T rows; a prefill step, with more rows than any graph, has its own number."""
+    """Return the number of rows of the graph for T rows; for a prefill step, longer than any bucket, T itself."""
     return T if T > MAX_DECODE_ROWS else next(b for b in BUCKETS if b >= T)
 
 
@@ -381,11 +383,11 @@ def long_past(step: Step, pasts: Sequence[int]) -> bool:
 
 
 def table_of(state: Any, fn: Callable[..., Any]) -> Table:
-    """Return the captured steps of `fn`; an empty table for a step that calibrates, whose launches occur only once."""
+    """Return the captured steps of `fn`; for a step that calibrates, which occurs once, an empty table."""
     table: Table = {} if state.calibrates else state.graphs.setdefault(fn, {})
     return table
 
 
 def graphs() -> Any:
-    """Make an empty table of captured steps, by function; entries are dropped with their function."""
+    """Make an empty table of captured steps by function; an entry is dropped when its function is deleted."""
     return weakref.WeakKeyDictionary()

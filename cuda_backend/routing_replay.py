@@ -11,13 +11,13 @@ from cuda_backend.memory import Memory, upload
 
 
 class Routing:
-    """A trace on the device. Steps follow it; prefill, which reads all experts, routes by the model's own router.
+    """A trace on the device. Decode steps follow it; prefill steps, which read all experts, use the model's router.
 
-    layers  of the model that have experts, in order, once `open` has been called
+    layers  the model's layers with experts, in order, once `open` has been called
     """
 
     def __init__(self, trace: Trace, stream: Stream, start: int = 0):
-        """start: the first token that is replayed; after the last one the trace begins again."""
+        """Take a trace, replayed from token `start` on; after its last token it begins again."""
         self.trace, self.stream, self.token = trace, stream, start
         self.layers: list[int] = []
 
@@ -32,7 +32,7 @@ class Routing:
         self.logits = Memory(4 * len(layers) * MAX_DECODE_ROWS * experts)
 
     def step(self, rows: int, T: int) -> None:
-        """Make the logits of a step of `rows` tokens of the trace, of T rows with those that fill the graph."""
+        """Make the logits of a step of `rows` tokens of the trace, padded to T rows."""
         tokens, layers, used = self.trace.ids.shape
         args = self.ids.address, tokens, self.token, T, layers, used, self.trace.experts, self.logits.address
         kernel("random", "routed")((T, layers), (256,), args, stream=self.stream)

@@ -56,7 +56,7 @@ def linear(context: Context, x: Array, w: Weight) -> Array:
 
 
 def as_lazy(context: Context, x: Array) -> Lazy:
-    """Return the lazy op that computes x for a product, or, if x is computed, a lazy copy of it."""
+    """Return the lazy op that computes x; if x is computed already, a lazy copy of it."""
     return lazy_of(x) or copied(context, x)
 
 
@@ -75,9 +75,9 @@ def summed(context: Context, x: Array) -> Array:
 
 
 def out_of_arena(context: Context, x: Array, count: int) -> Array:
-    """Copy the first `count` rows of x out of the arena, which the next step overwrites; partial sums are added.
+    """Copy the first `count` rows of x out of the arena, which the next step overwrites; add up partial sums.
 
-    If rows can be read in float4, as logits can, the same launch finds their largest keys.
+    If kernels can read rows four floats at a time, as for logits, the same launch finds the largest keys of each row.
     """
     count, stream = min(count, x.shape[0]), context.stream
     shape = (count, *x.shape[1:])
@@ -97,7 +97,7 @@ def out_of_arena(context: Context, x: Array, count: int) -> Array:
 
 
 def keep(context: Context, x: Array) -> Array:
-    """Copy x to the part of the arena that later layers do not overwrite until the end of the step."""
+    """Copy x to the part of the arena that lasts until the end of the step."""
     lazy = lazy_of(x)
     if lazy and not lazy.forms.dense:
         lazy.forms.dense = context.arena.take(lazy.T * lazy.K * 4, lasting=True)
@@ -211,7 +211,7 @@ def _emit_deferred_norm(lazy: Lazy, to: Target, squares: int) -> None:
     experts = term if term and term.op.name == "experts" else None
     if added and term:
         added.forms.dense = context.arena.take(lazy.T * lazy.K * 4)
-    if added and term and not experts:  # a sum over GPUs
+    if added and term and not experts:  # the term is a sum over GPUs
         term.parameters.launch_norm(added.inputs[0], term.inputs[0], norm.address, added.forms.dense, squares, out)
         return
     if added and experts:
@@ -237,13 +237,13 @@ NO_ROPE = np.zeros((), ROPE)
 
 
 class Heads(NamedTuple):
-    """An op on each head of x (T, H, D): norm, then rope, then silu(gate)."""
+    """Parameters of an op on each head of x (T, H, D): norm, then rope, then silu(gate)."""
 
     norm: bool
     weight: Array | None = None
     eps: float = 0.0
     rope: np.ndarray = NO_ROPE  # prelude.cuh Rope
-    positions: Array | None = None  # of which `rope` has the address alone
+    positions: Array | None = None  # kept alive here: `rope` has only its address
     gate: Array | None = None
 
     @property
@@ -301,7 +301,7 @@ HEADS = Op("heads", _emit_heads)
 
 
 def before_heads(x: Array) -> Array:
-    """Return the input of x's norm and rope if the launch that writes the cache computes them, else None."""
+    """Return the input of x's norm and rope if the launch that writes the cache can compute both; else None."""
     heads = fused("cache", x)
     return heads.inputs[0] if heads else x
 

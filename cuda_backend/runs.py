@@ -1,6 +1,6 @@
 """The runs of a step: the adjacent rows of each sequence, as in kernels/prelude.cuh Run.
 
-Needs neither CuPy nor a GPU.
+This module needs neither CuPy nor a GPU.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ import numpy as np
 from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS, Step
 
-MAX_RUNS = 64  # sequences of a step: kernels/prelude.cuh
+MAX_RUNS = 64  # most sequences of a step: kernels/prelude.cuh
 
 
 class Run(NamedTuple):
-    """Rows `first` to `first + rows` of a step, those of the sequence in `slot`."""
+    """Rows `first` to `first + rows - 1` of a step, which belong to the sequence in `slot`."""
 
     slot: int
     first: int
@@ -25,13 +25,13 @@ class Run(NamedTuple):
 
 
 def runs_of(step: Step) -> Sequence[Run]:
-    """Return the runs; raises BimetalError if a sequence's rows are not adjacent, or a prompt's step has other rows."""
+    """Return the runs; raises BimetalError if rows of a sequence are not adjacent, or a long step has several."""
     return _runs(step.slots.astype(np.int32, copy=False).tobytes())
 
 
 @lru_cache(64)  # replies keep their slots from one step to the next
 def _runs(of_rows: bytes) -> Sequence[Run]:
-    """Return the runs of rows whose slots are the int32 numbers `of_rows`."""
+    """Return the runs of rows; `of_rows` are the bytes of each row's slot, int32."""
     slots = np.frombuffer(of_rows, np.int32).tolist()
     T = len(slots)
     if slots and slots.count(slots[0]) == T:

@@ -1,4 +1,4 @@
-"""Sampling, argmax, top-k and entropy of logits on the device; logits are not copied to the host."""
+"""Sample, and compute argmax, top-k and entropy of logits on the device; logits are not copied to the host."""
 
 import math
 import struct
@@ -18,13 +18,13 @@ from cuda_backend.rows import pieces_of
 
 DRAW_BINS = 2048  # kernels/draw.cu BINS
 DRAW = struct.Struct("3dQ2i")  # kernels/draw.cu Draw
-WORKSPACE = 32 << 20  # bytes for the draw weights of a group of rows; one row may take more
+WORKSPACE = 32 << 20  # bytes for the draw weights of a group of rows; a single row may take more
 MOST_BEST = 64  # largest k of kernels/top_k.cu
 CTA_KEYS = 4096  # logits per CTA of kernels/top_k.cu
 
 
 def sample(context: Context, logits: Array, sampler: Sampler | Samplers) -> Array:
-    """Choose a token of each row, int32 (T,), by `sampler`, or by the row's own sampler of several."""
+    """Choose a token for each row, int32 (T,), by `sampler`, or by each row's own sampler."""
     T, stream = logits.shape[0], context.stream
     best, keys = _best(context, logits)
     memory = Memory(T * 4, stream)
@@ -44,7 +44,7 @@ def sample(context: Context, logits: Array, sampler: Sampler | Samplers) -> Arra
 
 
 def _best(context: Context, logits: Array) -> tuple[tuple[int, int], Memory | None]:
-    """Return (address of the largest keys of pieces of each row, pieces, their memory if it is not the logits')."""
+    """Return (address of the largest key of each piece of each row, pieces per row) and the keys' memory, if new."""
     if logits.best:
         return (logits.best, pieces_of(logits.shape[1])), None
     T, V = logits.shape
@@ -60,7 +60,7 @@ def _pieces_of_best(V: int) -> int:
 
 
 def finds(V: int, k: int) -> bool:
-    """Test whether the kernels support the best k of V tokens."""
+    """Test whether the kernels support the top k of V tokens."""
     return k <= MOST_BEST and _pieces_of_best(V) * k <= CTA_KEYS
 
 
@@ -111,7 +111,8 @@ def _draw(context: Context, logits: Array, best: tuple[int, int], sampler: Sampl
 def _groups(context: Context, rows: int, V: int, cut: bool) -> Iterator[tuple[int, int, int, int]]:
     """Yield (first row, rows, addresses of their probabilities and of their bins) of groups sampled one by one.
 
-    All of them use the memory in which prefill expands matrices, of at least WORKSPACE bytes or one row.
+    Groups are drawn one after another in the memory in which prefill expands matrices, of at least WORKSPACE bytes or
+    one row.
     """
     row_bytes, arena, stream = 8 * (V + 2 * DRAW_BINS), context.arena, context.stream
     probabilities = arena.scratch(max(WORKSPACE, row_bytes), stream)
@@ -125,7 +126,7 @@ def _groups(context: Context, rows: int, V: int, cut: bool) -> Iterator[tuple[in
 
 
 def _least(s: Sampling) -> int:
-    """Return the least draw weight of a token that is not excluded."""
+    """Return the smallest draw weight of a token that is not excluded."""
     return max(1, math.ceil(s.min_p * ONE))
 
 

@@ -1,4 +1,4 @@
-"""A captured step: a list of segments, each a graph, a call on the host, or a copy between GPUs."""
+"""Captured steps: lists of segments, each a graph, a call on the host, or a copy between GPUs."""
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Segment(Protocol):
 
 @dataclass(frozen=True)
 class HostCall:
-    """Work of the host between two graphs of a step."""
+    """Work on the host between two graphs of a step."""
 
     fn: Callable[[], None]
 

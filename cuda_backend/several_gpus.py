@@ -1,4 +1,4 @@
-"""The ops that are the same for GPUs that divide a model by layers and for those that share every layer."""
+"""Ops that pipeline parallelism (layer_split.py) and tensor parallelism (tensor_parallel.py) have in common."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ class SeveralGpus(Ops):
     checks_scales = CudaOps.checks_scales
     reserves = CudaOps.reserves
     joins = CudaOps.joins
-    divides = False  # hidden states would be copied from the GPU of one part to that of the next
+    divides = False  # hidden states would have to be copied from the GPU of one part to the GPU of the next
 
     def __init__(self, gpus: Sequence[Gpu]):
         self.gpus = gpus
@@ -41,7 +41,7 @@ class SeveralGpus(Ops):
     def loading(self) -> Iterator[None]:
         with ExitStack() as stack:
             for gpu in self.gpus:
-                stack.enter_context(gpu.device)  # left after `loading`, which checks on it
+                stack.enter_context(gpu.device)  # left only after `loading`, whose last check runs on this GPU
                 stack.enter_context(gpu.ops.loading())
             yield
 
@@ -128,7 +128,7 @@ def each(x: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def check_devices(devices: Sequence[int], chosen: Sequence[int]) -> None:
-    """Refuse GPUs of `chosen` that this machine lacks, and a GPU that `devices` names twice."""
+    """Raise UsageError for a GPU of `chosen` that this machine lacks, or one that `devices` names twice."""
     count = cupy.cuda.runtime.getDeviceCount()
     for index in chosen:
         if not 0 <= index < count:

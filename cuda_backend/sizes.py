@@ -24,13 +24,13 @@ SLACK, CHUNKS = 1.1, 3  # unused memory of chunks: a factor on their size, and c
 
 
 def snapshot_bytes(spec: Sequence[LayerSpec], tokens: int) -> int:
-    """Count the bytes of a slot's two snapshots of recurrent states and rings, from which a prompt may continue."""
+    """Count the bytes of a slot's two snapshots of recurrent states and rings, from which prompts may continue."""
     return 2 * sum(store_of(s).copied_bytes(s, tokens) for s in all_specs(spec))
 
 
 def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
     """Predict the peak bytes of arena and uploader while a prompt of `tokens` tokens is read in steps of `rows`."""
-    # EXPAND numbers of two bytes for matrices that prefill expands, which is more than sampling.WORKSPACE
+    # EXPAND numbers of two bytes for matrices that prefill expands: more than sampling.WORKSPACE, which reuses them
     half = max(_layer_bytes(layer, tokens, min(rows, tokens)) for layer in layers)
     return int(2 * SLACK * half) + CHUNKS * Arena.CHUNK + 2 * EXPAND + UPLOAD
 
@@ -38,7 +38,7 @@ def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
 def logits_bytes(vocab: int, sequences: int) -> int:
     """Predict the bytes of logits and of tokens sampled from them, in steps of one row of each of `sequences`.
 
-    Weights of draws lie in the arena's memory for expanded matrices, which `work_bytes` counts.
+    Draw weights lie in the arena's memory for expanded matrices, which `work_bytes` counts.
     """
     rows = min(sequences, MAX_DECODE_ROWS)
     of_prompts, of_steps = sequences, STEPS * rows

@@ -1,4 +1,4 @@
-"""Source text of each kernel: the headers that it needs, in order, and its file of kernels/."""
+"""Source text of each kernel: the headers that it needs, in order, and its own file in kernels/."""
 
 import re
 from pathlib import Path
@@ -56,7 +56,7 @@ def source(stem: str, second: tuple[str, ...] = ()) -> str:
 
 
 def _source_of_linear(second: tuple[str, ...]) -> str:
-    """Wrap each type in a namespace: macros of the first are undefined before the second's are made."""
+    """Wrap each of two types in a namespace; the macros of the first are undefined before those of the second."""
     of_type = _text("tile.cuh", "product.cuh", "packed.cuh", "stripes.cuh")
     lines = [_text("prelude.cuh", "ring.cuh", "matrix.cuh"), "namespace first {", of_type, "}"]
     if second:

@@ -9,15 +9,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import cupy
 import numpy as np
 
-CHUNK, CHUNKS = 4 << 20, 8  # bytes of a buffer, and how many
+CHUNK, CHUNKS = 4 << 20, 8  # bytes of a buffer, and number of buffers
 THREADS = min(4, os.cpu_count() or 1)
 Buffer = tuple[np.ndarray, cupy.cuda.Event]  # and the event after which the device has read it
 
 
 class StagedCopies:
-    """Copies in the order of one stream; the first of them takes CHUNKS * CHUNK bytes of pinned memory.
+    """Copy in the order of one stream; the first copy allocates CHUNKS * CHUNK bytes of pinned memory.
 
-    The driver copies pageable memory by one thread, at a fifth of the speed of pinned memory.
+    The driver copies pageable memory on one thread, at a fifth of the speed of pinned memory.
     """
 
     def __init__(self, stream: cupy.cuda.Stream):
@@ -25,7 +25,7 @@ class StagedCopies:
         self.made: tuple[ThreadPoolExecutor, Iterator[Buffer]] | None = None
 
     def copy(self, address: int, array: np.ndarray) -> None:
-        """Copy a contiguous array; returns when the caller may overwrite the array."""
+        """Copy a contiguous array to device `address`; returns when the caller may overwrite the array."""
         threads, buffers = self.made = self.made or self._make()
         data, filling = array.reshape(-1).view(np.uint8), deque[tuple[Future[None], Buffer, int]]()
         try:
@@ -40,7 +40,7 @@ class StagedCopies:
             while filling:
                 self._send(address, *filling.popleft())
         finally:
-            wait([filled for filled, *_ in filling])  # interrupted: the next copy takes the same buffers
+            wait([filled for filled, *_ in filling])  # if interrupted: the next copy fills the same buffers
 
     def _make(self) -> tuple[ThreadPoolExecutor, Iterator[Buffer]]:
         pool = cupy.cuda.PinnedMemoryPool()

@@ -17,7 +17,7 @@ from cuda_backend.occupancy import Card
 
 
 class Kept(NamedTuple):
-    """Functions of a spec of one class.
+    """Functions of a spec, for one class of specs.
 
     store  the class of its store, or of its layers in Recurrent, which predict bytes
     work   float32 of a layer's workspace for a prompt of so many tokens: (numbers per row of a step, numbers beside)
@@ -41,8 +41,8 @@ def _kv_work(s: KVSpec, layer: LayerSize, tokens: int) -> tuple[int, int]:
     values = layer.heads * s.key_dim // 2 + layer.heads * s.value_dim
     if _kv_store(s) is not PackedStore:
         return values, 0
-    values += layer.heads * (s.key_dim // 2 + 1) + s.exact.numbers // 2  # queries and rows in float16 once more
-    return values, (s.packing.exact + 2 * TILE) * s.exact.numbers // 2  # and the ring's
+    values += layer.heads * (s.key_dim // 2 + 1) + s.exact.numbers // 2  # second float16 copies of queries and rows
+    return values, (s.packing.exact + 2 * TILE) * s.exact.numbers // 2  # a copy of the ring
 
 
 def _kv_check(card: Card, s: KVSpec) -> None:
@@ -56,7 +56,7 @@ def _latent_width(s: LatentSpec) -> int:
 
 
 def _latent_work(s: LatentSpec, layer: LayerSize, tokens: int) -> tuple[int, int]:
-    # keys and values of all heads, and rows of pages or in a format, as float16
+    # float16 keys and values of all heads, and float16 copies of rows that lie in pages or in another format
     beside = min(tokens, EXPANDED) * (layer.expanded + _latent_width(s)) // 2
     return 8 * layer.heads if tokens > EXPANDED else 0, beside
 

@@ -1,7 +1,7 @@
-"""States of sequences on the device: a pool of slots, each a sequence's states of all layers.
+"""States of sequences on the device: a pool of slots, each with the states of all layers for one sequence.
 
-All layers of a kind lie in one allocation, so that `commit`, `snapshot` and `restore` are a launch or two, not one per
-layer.
+All layers of a kind lie in one allocation, so that `commit`, `snapshot` and `restore` take one or two launches, not one
+per layer.
 """
 
 import weakref
@@ -30,7 +30,7 @@ from cuda_backend.state_table import store_of
 class CudaPool:
     """The states of up to `slots` sequences of at most `capacity` tokens, computed together in one step.
 
-    `pool[i].kv`, `.conv`, `.delta` are the layers' handles; their stores commit all layers at once.
+    `pool[i].kv`, `.conv`, `.delta` are the handles of layer i; their stores commit all layers at once.
 
     tokens   that all sequences may hold together; None: `slots` times `capacity`. Less than `capacity` counts as that
     batches  micro-batches, whose steps alternate
@@ -100,7 +100,7 @@ class CudaPool:
         return CudaState(self, slot)
 
     def set_length(self, slot: int, length: int) -> None:
-        """Set the committed tokens of a slot, and free the pages after them."""
+        """Set the number of committed tokens of a slot, and free the pages after them."""
         shorter = length < self.lengths[slot] or not length
         self.lengths[slot] = length
         if self.pages and shorter:
@@ -127,7 +127,7 @@ class CudaPool:
         self.note_runs(step, self.runs(step))
 
     def note_runs(self, step: Step, runs: Sequence[Run]) -> None:
-        """Note a step and its runs; raises NoRoomError if pages are short. Only attention layers take a block."""
+        """Note a step and its runs, a block in attention stores only; raises NoRoomError if too few pages are free."""
         if self.pages:
             self.pages.hold_runs(runs, self.lengths)
         for store in self.stores:
@@ -257,7 +257,7 @@ class CudaState(State):
 
 
 def may_capture(spec: Sequence[LayerSpec]) -> bool:
-    """Test whether the launches of a long step are the same at every length of a state, and for every slot.
+    """Test whether the launches of a long step are identical at every length of a state, and for every slot.
 
     They are not for rings, whose copies depend on their beginning, and for codes, whose exact rows are in a ring.
     """
@@ -281,5 +281,5 @@ def pool_bytes(
 
 
 def in_pages(spec: Spec) -> bool:
-    """Test whether rows of a spec are stored in pages in a pool of several sequences: rows that append."""
+    """Test whether a pool of several sequences stores rows of a spec in pages: rows that are appended."""
     return spec.kind is Kind.APPENDS

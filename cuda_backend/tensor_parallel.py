@@ -1,8 +1,8 @@
-"""Several GPUs that share every layer: each holds some heads and channels, and computes all rows of a step with them.
+"""Tensor parallelism: each GPU holds some heads and channels of every layer, and computes all rows of a step with them.
 
 An op runs on every GPU, over that GPU's part; `all_reduce` adds up the results of the ranks (transports.py), so that
-rows are bitwise identical on all of them. A captured step is one graph per GPU. Every GPU has whole logits, and samples
-the next tokens from its own; the host reads the tokens of rank 0.
+rows are bitwise identical on all GPUs. A captured step is one graph per GPU. Every GPU has the whole logits and samples
+the next tokens from them; the host reads the tokens of rank 0.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +63,9 @@ class Drawn(Sampler):
 class TensorParallelOps(SeveralGpus):
     """The op contract on GPUs that share every layer. A weight made here is complete on each; `load` divides a model.
 
-    loaded  the ranks' models, each on one GPU's ops, that the first `load` made
+    A weight made by these ops lies whole on each GPU; `load` divides a model among the GPUs.
+
+    loaded  the ranks' models, each made with one GPU's ops, of the first `load`
     """
 
     def __init__(self, gpus: Sequence[Gpu], exchange: Transport):
@@ -73,7 +75,7 @@ class TensorParallelOps(SeveralGpus):
         self.ranks = ranks[0]  # all ranks' parts have equal sizes: predictions use the first
         for own, gpu in zip(ranks, gpus, strict=True):
             gpu.ops.ranks = own
-        self.steps: list[DeviceStep] = []  # of the ranks, while one is launched
+        self.steps: list[DeviceStep] = []  # the step on each rank, while it is launched
         self.loaded: list[Any] = []
 
     # -- weights and states --------------------------------------------------------------------------------------------
@@ -98,7 +100,7 @@ class TensorParallelOps(SeveralGpus):
         return PerRank(self.gpus, self.each_gpu(lambda gpu: gpu.ops.vector(tensor)))
 
     def weight_bytes(self, weight: PerRank) -> int:
-        """Count the bytes on all GPUs, which read them at once."""
+        """Count the bytes of a weight on all GPUs, which read their parts at the same time."""
         return sum(gpu.ops.weight_bytes(part) for gpu, part in zip(self.gpus, weight.parts, strict=True))
 
     def held_pool_bytes(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int, rows: int) -> int:

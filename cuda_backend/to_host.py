@@ -11,9 +11,9 @@ FEW = 1 << 14  # most numbers copied through pinned memory; the driver copies lo
 
 
 class Arrival:
-    """int32 numbers in pinned memory of the host, complete once `done` has happened.
+    """Array of int32 numbers in pinned host memory, complete once the event `done` has happened.
 
-    address  of the numbers, for the host and for kernels
+    address  address of the numbers, for the host and for kernels
     """
 
     __slots__ = ("address", "done", "memory", "numbers", "to_host")
@@ -36,12 +36,12 @@ class Arrival:
 
 
 class ToHost:
-    """Copies to the host in the order of one stream.
+    """Copy numbers to the host in the order of one stream.
 
     The pool of pinned memory is this object's own: memory of an unread Arrival is reused by a later copy, which the
     stream runs after the earlier one.
 
-    waited  seconds for which the host has waited for numbers
+    waited  seconds that the host has waited for numbers
     """
 
     def __init__(self, stream: Stream):

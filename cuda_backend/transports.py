@@ -1,4 +1,4 @@
-"""Transports of rows among GPUs that share every layer: each other's memory, or NCCL where they cannot reach it."""
+"""Choose how tensor parallelism exchanges rows: through peer memory, or by NCCL if GPUs cannot access each other's."""
 
 import itertools
 import sys
@@ -16,7 +16,7 @@ from cuda_backend.several_gpus import connect
 
 Transport = Exchange | NcclExchange
 
-SLOW = 8e-6  # seconds of a sum above which tensor parallelism may slow a small model down
+SLOW = 8e-6  # seconds per sum above which tensor parallelism may slow a small model down
 SUMS, COLUMNS, RUNS = 16, 256, 3  # what `sum_seconds` measures
 
 
@@ -51,7 +51,7 @@ def warn_of_slow_sums(gpus: Sequence[Gpu], exchange: Transport, layers: int) -> 
 
 
 def sum_seconds(gpus: Sequence[Gpu], exchange: Transport) -> float:
-    """Measure a sum of one row, one of many in a captured graph of each GPU."""
+    """Measure the seconds of a sum of one row, among many sums in a captured graph on each GPU."""
     xs = list[Array]()
     for gpu in gpus:
         gpu.context.arena.reset()

@@ -1,14 +1,14 @@
 """Order of the rows of a tree in kernels/delta.cu, and the matrices to save because several rows continue them.
 
-Needs neither CuPy nor a GPU.
+This module needs neither CuPy nor a GPU.
 """
 
 from collections.abc import Sequence
 
 from common.step import PAST
 
-BEFORE = 3  # rows before one that its convolution may read: kernels/prepare.cu
-SAVES = 8  # a move: save the previous row's matrix under the number; without it, continue from the saved one
+BEFORE = 3  # preceding rows that a row's convolution may read: kernels/prepare.cu
+SAVES = 8  # flag of a move: save the previous row's matrix under the number; without it, continue from the saved one
 LEAF = 16  # a move: no row continues this one, which leaves the matrix unchanged
 
 
@@ -22,7 +22,7 @@ def depth_first(parents: Sequence[int]) -> tuple[list[int], list[int], list[int]
     """
     count = len(parents)
     inner: list[list[int]] = [[] for _ in range(count + 1)]  # children of PAST, of row 0, ... that have children
-    leaves: list[list[int]] = [[] for _ in range(count + 1)]  # and those that have none, the last one first
+    leaves: list[list[int]] = [[] for _ in range(count + 1)]  # children without children, in reverse order
     saved, needs = [0] * (count + 1), [0] * (count + 1)
     for node in range(count, -1, -1):
         rows = inner[node]
@@ -34,7 +34,7 @@ def depth_first(parents: Sequence[int]) -> tuple[list[int], list[int], list[int]
             needs[node] = max(saved[node], needs[rows[-1] + 1])
         if node:
             (inner if rows or leaves[node] else leaves)[parents[node - 1] + 1].append(node - 1)
-    moves_of = [number and number | SAVES for number in saved]  # of a node's next child that is no leaf
+    moves_of = [number and number | SAVES for number in saved]  # the move of a node's next child that is not a leaf
     order: list[int] = []
     moves: list[int] = []
     after: list[int] = []
@@ -57,7 +57,7 @@ def depth_first(parents: Sequence[int]) -> tuple[list[int], list[int], list[int]
 
 
 def lines(order: Sequence[int], after: Sequence[int]) -> list[tuple[int, ...]]:
-    """List each row of the order and BEFORE rows before it, newest first, modulo 256; 255: the newest committed."""
+    """List for each row the row and BEFORE rows before it, newest first, modulo 256; 255: the newest committed row."""
     out: list[tuple[int, ...]] = []
     for row, before in zip(order, after, strict=True):
         out.append((row, *(out[before][:BEFORE] if before >= 0 else (255, 254, 253))))
@@ -65,7 +65,8 @@ def lines(order: Sequence[int], after: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def most_saved(rows: int) -> int:
-    """Return how many saved matrices are enough for any tree of so many rows; a binary tree below PAST that ends in
-    leaves without a sibling, of 4, 10, 22, ... rows, needs them.
+    """Return how many saved matrices are enough for any tree of `rows` rows.
+
+    A binary tree below PAST that ends in leaves without a sibling, of 4, 10, 22, ... rows, needs so many.
     """
     return ((rows + 2) // 3).bit_length() - 1

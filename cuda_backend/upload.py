@@ -21,14 +21,14 @@ from common.tensors import Tensor, give_back
 from cuda_backend.launch import Stream
 from cuda_backend.memory import Memory
 
-BUFFER, BUFFERS = 64 << 20, 4  # bytes of one, and how many
+BUFFER, BUFFERS = 64 << 20, 4  # bytes of a buffer, and number of buffers
 READERS = min(8, os.cpu_count() or 1)  # threads; more would wait for each other
 LEAST = 1 << 20  # bytes below which one thread copies alone
 FLAGS = 1 << 12  # most weights whose scales are checked together
 
 
 class Uploader:
-    """Copies to the device in the order of `stream`. It keeps BUFFERS * BUFFER bytes of pinned memory.
+    """Copy to the device in the order of `stream`, through BUFFERS * BUFFER bytes of pinned memory, which it keeps.
 
     ahead    buffers that may still be filled when a weight is done: more than 0 within `CudaOps.loading`
     filling  of each such buffer its reads, and the calls after them
@@ -78,7 +78,7 @@ class Uploader:
                 raise BimetalError(f"tensor {parts[0].name!r} or one beside it changed while it was loaded")
 
     def copy(self, address: int, arrays: Sequence[np.ndarray]) -> None:
-        """Copy arrays (n, bytes), one after the other, to device memory, sent by the next `finish`.
+        """Copy arrays (n, bytes), one after the other, to device memory at `address`; the next `finish` sends them.
 
         They must not change before. Pages of mapped files are released.
         """
@@ -104,14 +104,14 @@ class Uploader:
             self.then(partial(give_back, array))
 
     def then(self, launch: Callable[[], None]) -> None:
-        """Call `launch` after all copies until now."""
+        """Call `launch` after all copies queued so far."""
         if self.filling:
             self.filling[-1][1].append(launch)
         else:
             launch()
 
     def finish(self, most: int = 0) -> None:
-        """Wait until only the last `most` buffers are being filled, and send the others."""
+        """Send all buffers but the last `most`, which may still be filled, after waiting for their reads."""
         while len(self.filling) > most:
             reads, follows = self.filling.popleft()
             try:

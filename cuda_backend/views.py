@@ -12,7 +12,7 @@ COPY, ADD, SWIGLU, MUL_SIGMOID, MUL_SOFTPLUS = range(5)  # kernels/rows.cu point
 
 
 def out_of(to: Target, K: int) -> np.ndarray:
-    """Describe where a kernel writes rows of K columns: store.cuh Out."""
+    """Make the struct Out of store.cuh: where a kernel writes rows of K columns."""
     groups, packing = groups_of(K) if to.packed else -(-K // 32), to.packing
     return np.array((to.dense, to.packed, to.product, K, packing.cols, groups, packing.fine, packing.whole), OUT)
 
@@ -24,7 +24,7 @@ def packed_only(out: np.ndarray) -> tuple[str, ...]:
 
 
 def view(x: Array, wide: int = 0) -> np.ndarray:
-    """Describe how a kernel reads x: prelude.cuh In. A trailing axis of 1 is repeated `wide` times."""
+    """Make the struct In of prelude.cuh: how a kernel reads x. A trailing axis of 1 is repeated `wide` times."""
     if wide > 1 and x.shape[-1] == 1:
         head, width, inner = x.strides[1] if len(x.shape) == 3 else 0, wide, 0
     else:
@@ -33,7 +33,7 @@ def view(x: Array, wide: int = 0) -> np.ndarray:
 
 
 def _row(x: Array) -> tuple[int, int, int]:
-    """Elements from one head to the next and of a head, 0 where a row is one run, and from one element to the next."""
+    """Return (elements from one head to the next, elements per head; both 0 for a contiguous row; element stride)."""
     shape, strides = x.shape, x.strides
     if len(shape) == 3:
         _, H, D = shape
@@ -46,7 +46,7 @@ def _row(x: Array) -> tuple[int, int, int]:
 
 
 def float4_aligned(*arrays: Array, flat: bool = True) -> bool:
-    """Test whether kernels can read four floats of a row, or of a head unless `flat`, at a time, for any T."""
+    """Test whether kernels can read four floats at a time, of rows, or of heads unless `flat`, for any T."""
     for x in arrays:
         address, (head, width, _), T = x.address, _row(x), x.shape[0]
         partial = x.partial_stride // T if x.partials > 1 else 0

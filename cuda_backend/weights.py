@@ -1,7 +1,7 @@
 """Matrices on the device: repacked block types and plain floats.
 
-A `Weight` is a stack of segments by rows, one per stored type, so that parts of different types (a Q6_K value
-projection beside Q4_K queries) still make one output.
+A `Weight` stacks segments by rows, one segment per stored type, so that parts of different types (a Q6_K value
+projection after Q4_K queries) still make one output.
 """
 
 import itertools
@@ -62,7 +62,7 @@ class Segment:
 class Weight:
     """A matrix (rows, columns), or `experts` of them; `nbytes` as stored in the file.
 
-    layer  of a mixture's experts
+    layer  layer of a mixture's experts
     """
 
     segments: tuple[Segment, ...]
@@ -102,7 +102,7 @@ def load(
             check_scales(part)
     expanded = [p.type for p in parts if not is_kept(p, half)]
     groups: list[list[Tensor]] = []
-    for part in parts:  # neighbours of one type become one segment
+    for part in parts:  # adjacent parts of one type become one segment
         if (
             groups
             and groups[-1][0].type == part.type
@@ -137,7 +137,7 @@ def held_bytes(part: Tensor) -> int:
 
 
 def _segment(parts: list[Tensor], uploader: Uploader, half: str, stage: Stage) -> Segment:
-    """Stack parts of one type by rows and repack them on the device to the units that products read."""
+    """Stack parts of one type by rows, and repack them on the device into the units that products read."""
     first = parts[0]
     experts = first.shape[0] if len(first.shape) == 3 else 1
     rows, columns = sum(p.shape[-2] for p in parts), first.shape[-1]
@@ -150,7 +150,7 @@ def _segment(parts: list[Tensor], uploader: Uploader, half: str, stage: Stage) -
     row_bytes = first.data.shape[-1]
     data = [p.data if p.data.ndim == 3 else p.data.reshape(experts, -1, row_bytes) for p in parts]
     matrices = [[d[expert] for d in data] for expert in range(experts)]
-    if rows % 128 == 0:  # then no padding comes between them
+    if rows % 128 == 0:  # no padding lies between the experts
         matrices = [[data[0].reshape(-1, row_bytes)] if len(data) == 1 else list(itertools.chain(*matrices))]
     each, to = rows * experts // len(matrices), memory.address
     chunk = max(128, UPLOAD // row_bytes // 128 * 128)

@@ -1,4 +1,4 @@
-"""The formats of caches that the kernels have, and how kernels are built for them: kernels/formats.cuh."""
+"""Formats of caches that the kernels support, and the definitions of kernels for them: kernels/formats.cuh."""
 
 from common.hadamard import group_of
 from common.storage import NATIVE
@@ -10,7 +10,7 @@ PAIRS = frozenset((keys, values) for keys in (NATIVE, HALF, *KEYS) for values in
 
 
 def format_defines(keys: Plane, values: Plane) -> tuple[str, ...]:
-    """List the macros of kernels that write or read rows; none where both are plain float16."""
+    """List the macros of kernels that write or read rows; none if both formats are plain float16."""
     if all(plane.format == HALF and not plane.rotated for plane in (keys, values)):
         return ()
     formats = f"KEYS={keys.format.upper()}", f"VALUES={values.format.upper()}"

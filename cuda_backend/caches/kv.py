@@ -1,4 +1,4 @@
-"""The keys and values of attention layers that keep every position, of several sequences."""
+"""Keys and values of several sequences, for attention layers that keep every position."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +13,10 @@ from cuda_backend.runs import Run
 
 @dataclass(frozen=True)
 class KV:
-    """Keys and values of one layer; `after` as keys and values of a window's store, else empty.
+    """Keys and values of one layer.
 
-    exact  what a compressed cache keeps beside them: caches/packed.py Exact, or None
+    after  planes of a window's store for the contents after a commit (caches/window.py), else empty
+    exact  exact rows and statistics of a compressed cache: caches/packed.py Exact; None: the cache is not compressed
     """
 
     keys: Plane
@@ -26,11 +27,11 @@ class KV:
 
 
 class KVStore(RowStore[KVSpec]):
-    """The caches of all layers of one shape: per slot, or page, keys [layer][kv_heads][place][row], then values.
+    """Caches of all layers of one shape: per slot or page, keys [layer][kv_heads][place][row], then values.
 
-    most     largest number of positions, the rows of a step included
-    window   (positions that a row sees beside the sinks, 0: all; number of sinks, the first positions)
-    is_ring  later positions overwrite earlier ones: WindowStore
+    most     largest number of positions, including the rows of a step
+    window   (positions that a row sees besides the sinks, 0: all; number of sinks, the first positions)
+    is_ring  whether later positions overwrite earlier ones: WindowStore
     """
 
     def __init__(self, spec: KVSpec, layers: int, slots: PoolSlots):

@@ -1,6 +1,6 @@
-"""The rows of latent attention layers: a latent padded to 16 values, then a roped key padded to 16, float16.
+"""Rows of latent attention layers, float16: a latent, then a roped key, each padded to a multiple of 16 values.
 
-In a compressed cache latents have a plane of their own in its format, and roped keys another in float16.
+In a compressed cache, latents have their own plane in the cache's format, and roped keys another plane in float16.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from cuda_backend.layout import padded
 
 @dataclass(frozen=True)
 class Latent:
-    """Rows of one layer; `roped` is `rows` where one plane holds both parts."""
+    """Rows of one layer; `roped` is `rows` if one plane holds both parts."""
 
     rows: Plane
     roped: Plane
@@ -25,12 +25,12 @@ class Latent:
 
     @property
     def width(self) -> int:
-        """Channels of both parts, each padded."""
+        """Count the channels of both parts, each padded."""
         return self.rows.width + (self.roped.width if self.apart else 0)
 
 
 class LatentStore(RowStore[LatentSpec]):
-    """The rows of all layers of one shape, [slot or page][layer][place][row]."""
+    """Rows of all layers of one shape, [slot or page][layer][place][row]."""
 
     @classmethod
     def planes_of(cls, spec: LatentSpec, layers: int, capacity: int) -> Planes:

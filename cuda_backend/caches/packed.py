@@ -1,7 +1,7 @@
-"""A compressed cache: rows in their formats beside float16 copies of those that attention reads exactly.
+"""A compressed cache: encoded rows, and float16 copies of those rows that attention reads exactly.
 
 `common.reference_packed.NumpyPacked` defines which tokens a row reads exactly, and how keys are equalised. Exact keys
-are stored unrotated; exact values are rotated if the codes of values are, so that attention can add up both.
+are stored unrotated. Exact values are rotated if encoded values are, so that attention can add up both.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from cuda_backend.runs import Run
 
 @dataclass(frozen=True)
 class Exact:
-    """The exact rows and statistics that one layer keeps beside its codes.
+    """Exact rows and statistics that one layer keeps in addition to its encoded rows.
 
     kv     keys and values of the tokens that are read exactly; common.storage.ExactSpec
-    mean   address of each channel's mean in slot 0, float32 (K, D); 0: keys are encoded as they are
-    scale  of each channel's scale
-    slot   bytes from a slot's to the next's
+    mean   address of the channels' means in slot 0, float32 (K, D); 0: keys are encoded unchanged
+    scale  address of the channels' scales in slot 0, float32 (K, D)
+    slot   bytes from the statistics of one slot to those of the next
     """
 
     kv: KV
@@ -38,7 +38,7 @@ class Exact:
 
 
 class PackedStore(KVStore):
-    """The caches of all layers of one shape.
+    """Compressed caches of all layers of one shape.
 
     exact      store of the rows that are read exactly
     stats      mean and scale of the calibrating rows, float32 (slots, 2, layers, K, D): 0 and 1 before that
@@ -69,7 +69,7 @@ class PackedStore(KVStore):
         return self.spec.packing.calibration
 
     def clear(self, slot: int) -> None:
-        """Forget a slot's statistics."""
+        """Reset a slot's statistics."""
         copy_in(self._stats(slot), np.repeat(np.array([0, 1], np.float32), self.slot_stats // 8), self.stream)
 
     def _stats(self, slot: int) -> int:
@@ -163,7 +163,7 @@ def calibrate(
 
 
 def keeps_exact(spec: KVSpec) -> bool:
-    """Test whether a cache stores exact rows beside its codes; a float16 cache needs none."""
+    """Test whether a cache stores exact rows in addition to encoded ones; a float16 cache needs none."""
     return spec.packing.keeps_exact and any(plane.format not in (NATIVE, HALF) for plane in spec.planes)
 
 

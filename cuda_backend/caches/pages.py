@@ -1,4 +1,4 @@
-"""Pages of caches: a table in device memory, read by kernels, maps the positions of each sequence to pages."""
+"""Pages of caches: kernels read a table in device memory that maps the positions of each sequence to pages."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,16 +13,16 @@ from cuda_backend.runs import Run
 
 
 class Pages:
-    """Pages of PAGE positions, which sequences take as they grow: every store of a pool has a page of each number.
+    """Pages of PAGE positions, which sequences take as they grow; a page number means one page in every store.
 
-    A page is zeroed when it is taken, because attention multiplies masked rows after a sequence's last row by 0.
+    A page is zeroed when a sequence takes it, because attention multiplies masked rows after the last row by 0.
 
     count   number of pages
-    vacant  slots without a sequence, which the pool counts; their pages are free
+    vacant  slots without a sequence, a list that the pool updates; their pages can be freed
     most    largest number of rows of a sequence
     table   address of the page numbers, int32 [slots][pages of a whole context]; captured graphs read it
-    held    pages of each slot, the first ones of its part of the table
-    free    numbers of pages that no slot holds
+    held    number of pages of each slot, which are the first entries of its part of the table
+    free    numbers of the pages that no slot holds
     """
 
     def __init__(self, slots: int, capacity: int, count: int, vacant: Sequence[int], stream: Stream):
@@ -32,7 +32,7 @@ class Pages:
         self._memory = zeros(self._numbers.nbytes, stream)
         self.table = self._memory.address
         self.held, self.free = [0] * slots, list(range(count - 1, -1, -1))
-        self._stores: list[tuple[int, int]] = []  # where the pages of each begin, and their bytes
+        self._stores: list[tuple[int, int]] = []  # (address of the first page, bytes per page) of each store
 
     def store(self, shape: Planes) -> tuple[Memory, Planes]:
         """Allocate the pages of one store; return the memory and the planes in it."""
@@ -42,7 +42,7 @@ class Pages:
         return memory, pages_at(memory.address, shape, self.table, self.each)
 
     def hold_runs(self, runs: Iterable[Run], lengths: Sequence[int]) -> None:
-        """Take pages for the rows of a step after committed ones; raises NoRoomError, and takes none, as `hold`."""
+        """Take pages for the rows of a step after committed positions; raises NoRoomError as `hold` does."""
         self.hold([(slot, lengths[slot] + rows) for slot, _, rows in runs])
 
     def hold(self, needs: Sequence[tuple[int, int]]) -> None:

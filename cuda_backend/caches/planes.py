@@ -16,7 +16,7 @@ from cuda_backend.layout import group_count, padded, tail_places
 from cuda_backend.memory import Memory, copy_in, room
 from cuda_backend.prototypes import PLANE
 
-HALF = "f16"  # the format of the backend's own rows
+HALF = "f16"  # the backend's own format of rows
 TILE = 64  # positions that attention reads at a time
 PAGE = 256  # positions of a page: kernels/plane.cuh
 COPIED = 256 << 20  # bytes of the buffer through which rows of the host are written
@@ -24,7 +24,7 @@ MOST_PIECES = 512  # most pieces into which attention divides the past: kernels/
 
 
 class Places(NamedTuple):
-    """Places of positions in a head: the first `fixed` in order, then the others in a ring of `ring` rows."""
+    """Places of positions in a head: the first `fixed` positions in order, then all others in a ring of `ring` rows."""
 
     fixed: int
     ring: int
@@ -40,12 +40,12 @@ class Plane:
 
     A block holds a whole sequence, or, if the plane has a page table, the PAGE places of a page.
 
-    address  of the first row of block 0
-    block    bytes from one block to the next; 0: there is one
-    table    address of the pages of each sequence, int32 [slots][pages]; 0: block i belongs to the sequence of slot i
-    pages    numbers of a sequence in the table
-    width    values of a row; of float16 padded to 16
-    format   of a row: a name of FORMATS
+    address  address of the first row of block 0
+    block    bytes from one block to the next; 0: there is one block
+    table    address of the page numbers of each sequence, int32 [slots][pages]; 0: block i belongs to slot i
+    pages    page numbers per sequence in the table
+    width    values of a row; for float16 padded to a multiple of 16
+    format   format of a row: a name of FORMATS
     rotated  whether vectors are rotated before they are stored: common/hadamard.py
     """
 
@@ -80,11 +80,11 @@ class Plane:
         return np.array((self.address, self.table, self.block, *rows, *self.places, self.pages), PLANE)
 
     def part(self, i: int, heads: int) -> "Plane":
-        """Return the plane of layer `i`: heads i * heads to (i + 1) * heads."""
+        """Return the plane of layer `i`: heads i * heads to (i + 1) * heads - 1."""
         return replace(self, address=self.address + i * heads * self.head_bytes, heads=heads)
 
     def at(self, address: int, places: Places | None = None) -> "Plane":
-        """Return a plane of the same rows of one sequence at another address, in one block."""
+        """Return a plane at another address for such rows of one sequence, in one block."""
         return replace(self, address=address, places=places or self.places, block=0, table=0, pages=0)
 
     def of_slot(self, slot: int) -> "Plane":
@@ -166,7 +166,7 @@ def move_path(planes: Planes, past: int, path: Sequence[int], stream: Stream) ->
     cupy.cuda.runtime.memcpyAsync(device.address, rows.ctypes.data, rows.nbytes, 1, stream.ptr)
     if np.all(np.diff(rows) > 0):
         copy_rows(planes, past, planes, past, n, stream, device.address)
-    else:  # a source may be overwritten before it is read
+    else:  # copied out first: in place, a source could be overwritten before it is read
         dense = planes_at(0, planes, Places(n, 1))
         aside = Memory(planes_bytes(dense), stream)
         dense = planes_at(aside.address, planes, Places(n, 1))
@@ -177,7 +177,7 @@ def move_path(planes: Planes, past: int, path: Sequence[int], stream: Stream) ->
 def copy_rows(source: Planes, first: int, to: Planes, to_first: int, n: int, stream: Stream, path: int = 0) -> None:
     """Copy n rows of every head from `source` to `to`: position first + path[j] (or first + j) to to_first + j.
 
-    path  address of n int32 on the device
+    path  address of int32 (n,) on the device; 0: none
     """
     unit = next(u for u in (16, 8, 4, 2) if all(plane.row_bytes % u == 0 for plane in source))
     heads = [plane.heads for plane in source]
@@ -216,7 +216,7 @@ def copy(to: int, source: int, nbytes: int, stream: Stream) -> None:
 
 
 def shapes_of(planes: Planes, rows: int) -> list[Shape]:
-    """Return the shapes that `read_rows` of so many positions returns."""
+    """Return the shapes of what `read_rows` returns for `rows` positions."""
     return [((plane.heads, rows, plane.row_bytes), np.dtype(np.uint8)) for plane in planes]
 
 

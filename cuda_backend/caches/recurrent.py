@@ -21,14 +21,14 @@ from cuda_backend.layout import padded
 from cuda_backend.memory import Memory, copy_in, room
 from cuda_backend.runs import Run
 
-NO_RUN = Run(0, 0, 0)  # of no step
+NO_RUN = Run(0, 0, 0)  # the run of no step
 
 
 @dataclass(frozen=True)
 class Conv:
-    """One layer's tails, float32 (n, C), `flip` elements apart, and rows (stores, MAX_DECODE_ROWS, C).
+    """One layer's two tails, float32 (n, C), `flip` elements apart, and rows (stores, MAX_DECODE_ROWS, C).
 
-    rows  where store 0 begins
+    rows  address at which store 0 begins
     """
 
     tail: int
@@ -39,7 +39,7 @@ class Conv:
 
     @staticmethod
     def size(spec: ConvSpec) -> int:
-        """Elements of one layer's state."""
+        """Count the elements of one layer's state."""
         return -(-(spec.taps - 1) * spec.channels // 64) * 64
 
     @staticmethod
@@ -54,9 +54,9 @@ class Conv:
 
 @dataclass(frozen=True)
 class Delta:
-    """One layer's matrices, float32 (Hv, Dv, Dk), `flip` elements apart.
+    """One layer's two states, float32 matrices (Hv, Dv, Dk), `flip` elements apart.
 
-    keys, changes, factors  of rows, (stores, MAX_DECODE_ROWS, ...) each: where store 0 begins
+    keys, changes, factors  of rows, (stores, MAX_DECODE_ROWS, ...) each: address at which store 0 begins
     """
 
     matrix: int
@@ -86,7 +86,7 @@ class Delta:
         return spec.matrix_bytes
 
 
-Kinds = Sequence[tuple[Any, Any]]  # of each layer Conv or Delta, and its spec
+Kinds = Sequence[tuple[Any, Any]]  # for each layer, Conv or Delta, and its spec
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Pair:
 
 
 class Recurrent:
-    """The recurrent states of all layers.
+    """Recurrent states of all layers.
 
     kinds   class and spec of each layer
     memory  per slot two states of all layers, a pair
@@ -141,7 +141,7 @@ class Recurrent:
         layers: list[Conv | Delta] = []
         at, row_at, batches = self.memory.address, self.rows.address, self.batches
         for layer, spec in self.kinds:
-            parts = []  # where store 0 of each begins, behind the stores of numbers below 0
+            parts = []  # address of store 0 for each part, after the stores with negative numbers
             for n in layer.row_parts(spec):
                 parts.append(row_at + (batches - 1) * 4 * MAX_DECODE_ROWS * n)
                 row_at += batches * 8 * MAX_DECODE_ROWS * n
@@ -150,7 +150,7 @@ class Recurrent:
         return layers
 
     def note_step(self, step: Step, runs: Sequence[Run]) -> None:
-        """Note a step before its launch; one of more than MAX_DECODE_ROWS rows is committed whole or not at all.
+        """Note a step before its launch; a step of more than MAX_DECODE_ROWS rows is committed whole or not at all.
 
         First the paths are applied whose rows the step overwrites (of sequences without a row in the last step), and
         paths of its own sequences in the stores of another micro-batch.
@@ -233,7 +233,7 @@ class Recurrent:
         for pair in (self.pairs[slot] for slot in slots):
             pair.current, pair.path = 1 - pair.current, ()
             if pair.whole:
-                pair.step = None  # its state was there
+                pair.step = None  # the state of this step has been overwritten
 
     def snapshot(self, slot: int) -> Any:
         """Copy the states with the path applied; None, without memory, for an empty state."""
@@ -256,7 +256,7 @@ class Recurrent:
         self._replaced(slot)
 
     def _replaced(self, slot: int) -> None:
-        """Note that the current state has been written as a whole."""
+        """Note that the whole current state has been written."""
         pair = self.pairs[slot]
         pair.path, pair.step, pair.empty = (), None, False
 

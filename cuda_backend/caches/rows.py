@@ -42,7 +42,7 @@ class PoolSlots:
 
 
 class RowStore(Generic[S]):
-    """The planes of all layers of one shape, for each slot."""
+    """Planes of all layers of one shape, for each slot."""
 
     def __init__(self, spec: S, layers: int, slots: PoolSlots):
         check_capacity(slots.capacity)
@@ -62,13 +62,13 @@ class RowStore(Generic[S]):
 
     @classmethod
     def layer_bytes(cls, spec: S, slots: int, capacity: int, pages: int = 0) -> int:
-        """Predict the device bytes of one layer: of so many pages, or without pages of one sequence's whole context."""
+        """Predict the device bytes of one layer: of `pages` pages, or if 0 of one sequence's whole context."""
         planes = cls.planes_of(spec, 1, capacity)
         return pages * page_bytes(planes) or planes_bytes(planes)
 
     @classmethod
     def copied_bytes(cls, spec: S, capacity: int) -> int:
-        """Predict the bytes of a layer in a snapshot."""
+        """Predict the bytes of one layer in a snapshot."""
         return 0
 
     def commit(self, slot: int, path: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""The keys and values of attention layers that see a window: its first positions, and a ring of the last ones.
+"""Keys and values of attention layers with a window: the first positions (sinks), and a ring of the latest ones.
 
 A prefill step has more rows than the ring. It attends to a larger copy of the ring, and writes to `after` the contents
 that the ring gets when the step is committed.
@@ -39,18 +39,18 @@ NOT_IN_PART = f"a step of {{}} rows is kept whole or not at all; up to {MAX_DECO
 
 
 class WindowStore(KVStore):
-    """The caches of all layers of one window; a window longer than the context needs no ring."""
+    """Caches of all layers with one window; a window longer than the context needs no ring."""
 
     def __init__(self, spec: KVSpec, layers: int, slots: PoolSlots):
         super().__init__(spec, layers, slots)
         self.window, self.is_ring = (spec.window or 0, spec.sinks), self.places.capacity < self.most
         self.slot_bytes = planes_bytes(self.planes)
         self.after = zeros(self.slot_bytes, self.stream) if self.is_ring else None
-        self.step_rows = [0] * len(self.lengths)  # of each slot, of a prefill step that left `after`
+        self.step_rows = [0] * len(self.lengths)  # per slot, rows of a prefill step that wrote `after`
 
     @classmethod
     def places_of(cls, spec: KVSpec, capacity: int) -> Places:
-        """Return places of the sinks and a ring with room for a decode step, or of all positions if these are fewer."""
+        """Return places for sinks and a ring with room for a decode step, or for all positions if these are fewer."""
         assert spec.window is not None
         fixed, ring = -(-spec.sinks // TILE) * TILE, -(-(spec.window + MAX_DECODE_ROWS) // TILE) * TILE
         return Places(fixed, ring) if fixed + ring < rows_held(capacity) else all_places(capacity)
@@ -103,7 +103,7 @@ class WindowStore(KVStore):
         self.step_rows[slot] = 0
         if snapshot:
             copy(self._ring(slot), snapshot.address, snapshot.nbytes, self.stream)
-        elif self.is_ring:  # of an empty state
+        elif self.is_ring:  # the snapshot of an empty state
             cupy.cuda.runtime.memsetAsync(self._ring(slot), 0, self.slot_bytes, self.stream.ptr)
 
     def _ring(self, slot: int) -> int:
@@ -155,7 +155,7 @@ def unrolled(kv: KV, step: DeviceStep, arena: Arena, stream: Stream) -> Planes:
 
 
 def rolled(kv: KV, step: DeviceStep, room: Planes, stream: Stream) -> None:
-    """Copy the ring as it becomes once the step's rows, which `room` holds, are committed."""
+    """Copy to `after` what the ring contains once the step's rows, which `room` holds, are committed."""
     window, sinks = kv.store.window
     end = step.past + step.T
     for first, last in ((0, min(sinks, end)), (max(0, end - window), end)):
