@@ -211,7 +211,7 @@ class Recurrent:
         return 1 - self.newest
 
     def input(self, slot: int) -> tuple[int, int, Sequence[int]]:
-        """Return (state that a step reads, state that it writes, path that it applies), states counted from slot 0's."""
+        """Return (state that a step reads, state that it writes, path that it applies); states count from slot 0's."""
         pair = self.pairs[slot]
         return 2 * slot + pair.current, 2 * slot + 1 - pair.current, pair.path
 

@@ -1,4 +1,4 @@
-// choose: the experts of a row and the addresses of their matrices, computed by one warp
+// choose: one warp chooses the experts of a row and finds the addresses of their matrices
 // Build     PER: experts per lane
 // Numbers   float32; best first, ties to the smaller number, NaN last
 
@@ -6,14 +6,14 @@
 #define PER 1
 #endif
 
-// Floats as integers of the same order, all above 0.
+// Maps floats to positive integers of the same order.
 __device__ __forceinline__ u32 ordered(float f) {
     const u32 bits = __float_as_uint(f);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// k of E experts, by logits [T][E]; bias [E] is null for softmax. weights [T][k], or [T][k + 1] with a shared expert's,
-// which is the sigmoid of its logit in `gate` where it is gated, else 1. ids: where single.cu leaves them, or null.
+// Chooses k of E experts by logits [T][E]; bias [E] is null for softmax. weights [T][k], or [T][k + 1] with a shared expert, whose
+// weight is the sigmoid of its logit in `gate` if it is gated, else 1. ids: where single.cu writes the choice, or null.
 struct Choice {
     const float *logits, *bias;
     float* weights;
@@ -23,7 +23,7 @@ struct Choice {
     float scale;
 };
 
-// The biases of a lane's experts, zeros where there are none.
+// The biases of a lane's experts; zeros without biases.
 __device__ __forceinline__ void biases(float (&added)[PER], const Choice& of) {
 #pragma unroll
     for (int i = 0; i < PER; i++) {
@@ -32,8 +32,8 @@ __device__ __forceinline__ void biases(float (&added)[PER], const Choice& of) {
     }
 }
 
-// Addresses from the table: a lane keeps those of its experts, as far as there are registers for them; with more of them the
-// address is found after the choice.
+// Addresses from the table: a lane keeps the addresses of its experts if registers suffice; for more experts per lane the
+// address is read after the choice.
 #define ADDRESSES (PER <= 8 ? PER : 1)
 __device__ __forceinline__ void places(u64 (&at)[ADDRESSES], const Matrices& of, bool some) {
     const int lane = threadIdx.x % 32;
@@ -42,7 +42,7 @@ __device__ __forceinline__ void places(u64 (&at)[ADDRESSES], const Matrices& of,
     for (int i = 0; i < ADDRESSES; i++) at[i] = PER <= 8 && some && i * 32 + lane < of.count ? of.table[i * 32 + lane] : 0;
 }
 
-// Where expert `id` lies, which every lane asks for.
+// The address of expert `id`, requested by all lanes.
 __device__ __forceinline__ const u8* place_of(const u64 (&at)[ADDRESSES], const Matrices& of, int id) {
     if (PER > 8) return matrix_at(of, id);
     u64 mine = 0;
@@ -57,7 +57,7 @@ __device__ __forceinline__ float shared_weight(const Choice& of, int t) {
     return of.gated ? sigmoid(load_one(of.gate, row_of(of.gate, t))) : 1.0f;
 }
 
-// The best k of a row: put(j, id, probability) in every lane, and the sum of those.
+// Finds the best k of a row: calls put(j, id, probability) in every lane, and returns the sum of the probabilities.
 template <class Put>
 __device__ __forceinline__ float choose(const Choice& from, const float* logits, int k, const float (&added)[PER], Put put) {
     const int lane = threadIdx.x % 32, E = from.E;
@@ -83,7 +83,7 @@ __device__ __forceinline__ float choose(const Choice& from, const float* logits,
         for (int i = 0; i < PER; i++)
             if (key[i] > best) best = key[i], at = i * 32 + lane, of = p[i];
         const u32 most = __reduce_max_sync(FULL, best);
-        const int id = E - (int)__reduce_max_sync(FULL, best == most ? E - at : 0);  // of equals the first
+        const int id = E - (int)__reduce_max_sync(FULL, best == most ? E - at : 0);  // the first of equal ones
 #pragma unroll
         for (int i = 0; i < PER; i++)
             if (i * 32 + lane == id) key[i] = 0;

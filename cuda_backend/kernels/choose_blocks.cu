@@ -1,12 +1,12 @@
-// choose_blocks: which blocks of keys the rows of a long step see, where rows may leave out keys with little attention
+// choose_blocks: chooses the blocks of keys that the rows of a long step see, if rows may leave out keys with little attention
 // Meaning   common/block_sparse.py attend                 Launcher  cuda_backend/block_sparse.py
-// In        q [T][H][D] float16; keys [K][place][D] float16 of one sequence, the step's rows already there
-// Out       means of whole blocks of keys [block][K][D], and of the step's queries times `scale` [block][H][D], float32
+// In        q [T][H][D] float16; keys [K][place][D] float16 of one sequence, which already contain the step's rows
+// Out       means [block][K][D] of whole blocks of keys, and [block][H][D] of the step's queries times `scale`, float32
 //           sight [K][block of the step][words]: a bit for each block of keys
-// Build     BLOCK: positions of a block; SINKS and LATEST: blocks that are seen in any case; MOST: others; MASS: the share of the
-//           predicted attention, in thousandths, that is enough
-// Work      means: a CTA per block and head, a thread for two columns. choose: a CTA per block of the step and head of keys: shares of
-//           attention by the means, averaged over the queries' heads; then the largest of them, one after the other
+// Build     BLOCK: positions of a block; SINKS and LATEST: numbers of blocks that are always seen; MOST: most other blocks; MASS: the
+//           share of the predicted attention, in thousandths, that is enough
+// Work      means: a CTA per block and head, a thread per two columns. choose: a CTA per block of the step and head of keys predicts
+//           shares of attention from the means, averages them over the query heads, and takes the largest ones, one after the other
 // Assumes   the step's first position is a multiple of BLOCK; D is at most 256
 // Numbers   float32
 // Bound     bytes of keys: attention reads them many times
@@ -45,7 +45,7 @@ __device__ __forceinline__ float block_max(float v, float* scratch) {
 extern "C" __global__ void __launch_bounds__(CTA)
 choose(const float* of_keys, const float* of_queries, int H, int K, int D, int first, int words, u32* sight) {
     begin();
-    extern __shared__ float shares[];  // of each block before the queries' own; `words` words of bits; their logits
+    extern __shared__ float shares[];  // shares of each block before the queries' own; `words` words of bits; logits of the blocks
     __shared__ float scratch[CTA / 32];
     const int own = first + blockIdx.x, head = blockIdx.y, group = H / K, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     u32* bits = (u32*)(shares + own);
@@ -90,7 +90,7 @@ choose(const float* of_keys, const float* of_queries, int H, int K, int D, int f
             if (shares[b] > best) best = shares[b], at = b;
         const float largest = block_max(best, scratch);
         if (largest < 0.0f) break;
-        const int chosen = -(int)block_max(best == largest ? (float)-at : (float)-own, scratch);  // of equal shares the first
+        const int chosen = -(int)block_max(best == largest ? (float)-at : (float)-own, scratch);  // the first of equal shares
         if (thread == 0) bits[chosen / 32] |= 1u << chosen % 32, shares[chosen] = -1.0f;
         mass += largest;
         __syncthreads();

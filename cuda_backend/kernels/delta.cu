@@ -3,27 +3,27 @@
 // Launcher  cuda_backend/recurrent.py
 // In        q, k (T, Hk, DIM), v (T, Hv, DV), a, b (T, Hv), z (T, Hv, DV); with TAPS q is the convolution's input (T, C), the
 //           channels of all three; decay, dt_bias (Hv,)
-//           state: two matrices [Hv][DV][DK], `flip` apart, and of the last step's rows [2][MAX_DECODE_ROWS]: k [Hk][DK], change
+//           state: two matrices [Hv][DV][DK], `flip` apart, and for the rows of steps [2][MAX_DECODE_ROWS]: k [Hk][DK], change
 //           [Hv][DV], factor [Hv]
-//           of the convolution, C = 2 Hk DIM + Hv DV channels: taps [C][TAPS], two tails [TAPS - 1][C], rows [2][MAX_DECODE_ROWS][C]
+//           convolution of C = 2 Hk DIM + Hv DV channels: taps [C][TAPS], two tails [TAPS - 1][C], rows [2][MAX_DECODE_ROWS][C]
 // Out       NORM: (T, Hv * 128) in the forms of store.cuh; else out.dense [T][Hv][DV] before the norm
 // Build     DK, a multiple of 16 up to 256; DIM: the width of a key, at most DK, zeros after it in the state
-//           TAPS: of the convolution, 0 without; NORM: with the gated norm, DV = 128 and compute capability 9.0
-//           ALONE: a step of one row, which needs no prepare.cu: what three value heads share of a key head is computed by each
-//           then, which costs less than a launch; PARTIALS, A_PARTIALS, B_PARTIALS as prepare.cu; the names of store.cuh
-//           WIDE: 64, or 32 without NORM and ALONE, of few heads: twice the CTAs, each with half of the warps that share a
-//           multiprocessor
-// Work      a CTA per value head and WIDE columns, two of them a cluster under NORM. A warp per 8 columns runs the recurrence: 16 lanes share
-//           four columns of the matrix, in registers for all rows. The other warps read a chunk of rows meanwhile, and finish the
-//           last one; chunks have equal length, so that neither group waits for a short one.
-//           The committed path is applied first, and its result written beside the old matrix; this step's
-//           rows are kept as (k, change, factor) for the next. A row's result is that of the matrix before it, faded, and of its
-//           change times k . q: a leaf of a tree leaves the matrix as it is. A tree is computed depth first, leaves first, as the
-//           step's `line` says. A matrix that several rows with children go on from is saved for them: the innermost in
-//           registers, one in shared memory, and more, which few trees have, in `spill`
-// Assumes   a step of more than MAX_DECODE_ROWS rows is a chain (kind 1); it leaves its own matrix
-// Numbers   float32; every way to reach a state applies the same operations in the same order, so a row of a chain or a
-//           tree equals the row that plain decoding computes, bit for bit
+//           TAPS: number of taps of the convolution, 0: none; NORM: with the gated norm, DV = 128 and compute capability 9.0
+//           ALONE: a step of one row, which needs no prepare.cu: each of three value heads then computes what they share of a
+//           key head, which costs less than a launch; PARTIALS, A_PARTIALS, B_PARTIALS as prepare.cu; the macros of store.cuh
+//           WIDE: 64; or 32, without NORM and ALONE, for few heads: twice the CTAs, each with half as many of the warps that
+//           share a multiprocessor
+// Work      a CTA per value head and WIDE columns; with NORM two CTAs form a cluster. A warp per 8 columns runs the recurrence: 16 lanes
+//           hold four columns of the matrix, in registers for all rows. Meanwhile the other warps read the next chunk of rows and
+//           finish the preceding one; chunks have equal length, so that neither group of warps waits for a short one.
+//           The committed path is applied first; the result does not overwrite the old matrix. The step's rows are stored as
+//           (k, change, factor) for the next step. A row's output is q times the faded matrix before it, plus its change times
+//           k . q, so that a leaf of a tree does not change the matrix. A tree is computed depth first, leaves first, in the order
+//           of the step's `line`. A matrix from which several rows with children continue is saved: the innermost in registers,
+//           one in shared memory, and further ones, which few trees have, in `spill`
+// Assumes   a step of more than MAX_DECODE_ROWS rows is a chain (kind 1); such a step writes the matrix after its own rows
+// Numbers   float32; every way to reach a state applies the same operations in the same order, so that a row of a chain or a
+//           tree is bitwise identical to the row of plain decoding
 // Bound     bytes of the matrix, read and written once; from about 8 rows the recurrence, 200 instructions per warp and row
 // Tried     us per layer, variant against what was here then (Qwen3.6-27B, one H200); docs/experiments/recurrent.md has more.
 //           one launch for any number of rows -> 52.8 against 33.4 at 64 rows, 6.1 against 8.3 at 2: six CTAs convolve each query and
@@ -39,16 +39,16 @@
 //             multiplications
 //           chunks of 8 rows instead of 16 -> 26.0 against 24.8 at 64 rows, 13.4 against 13.6 at 22: as many phases again
 
-#define CHUNK 16  // rows that are read together, at most; even
+#define CHUNK 16  // most rows that are read together; even
 #ifndef WIDE
 #define WIDE 64              // columns of a CTA
 #endif
 #define TEAM (4 * WIDE)                             // threads of the recurrence
-#define HELPERS (ALONE && DK <= 128 ? 6 : 4)          // warps beside them
+#define HELPERS (ALONE && DK <= 128 ? 6 : 4)          // the other warps
 #define HELD (DK <= 128 && !ALONE)                  // matrices that are saved in registers
 #define SHARE (CHUNK / HELPERS / 2)                 // rows of a chunk that 16 lanes read
 #define GATED (ALONE ? 1 : 2)                       // rows whose gates a warp reads
-#define APPLIED (DK <= 128 && !ALONE ? 4 : 1)       // committed rows that are read together
+#define APPLIED (DK <= 128 && !ALONE ? 4 : 1)       // committed rows read together
 #define LEAF 16                                     // a move: cuda_backend/tree_order.py
 #if NORM
 #define CLUSTER __cluster_dims__(1, 2, 1)
@@ -67,7 +67,7 @@ __device__ __forceinline__ u32 address_at(u32 address, u32 rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
-// Four floats to shared memory of the cluster, counted by a barrier that lies there.
+// Stores four floats to shared memory of a CTA of the cluster; a barrier there counts their arrival.
 __device__ __forceinline__ void send(u32 address, float4 v, u32 arrival) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
                  "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w)),
@@ -97,7 +97,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
       s64 tail_flip, float* raw_rows, const float* queries, const float* keys, const float* values, const float* gates,
       float4* spill, int shared_saved, int spilled, In z, const float* norm, float eps, Out out) {
     release_next();
-    if (!ALONE && blockIdx.z && (int)blockIdx.z >= step->runs) return;  // the first run, which each step has, does not wait for their number
+    if (!ALONE && blockIdx.z && (int)blockIdx.z >= step->runs) return;  // every step has a first run, which need not wait for the number of runs
     const Run& run = step->run[ALONE ? 0 : blockIdx.z];
     extern __shared__ __align__(16) float shared[];
     float* ks = shared;                      // [2][CHUNK][DK]
@@ -114,13 +114,13 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     const bool kept = ALONE || !run.kind, branches = !ALONE && run.branches;
 #if !ALONE
     const int state_from = run.from;
-    asm volatile("" ::"r"(state_from));  // read with the others, not after a branch that waits for them
+    asm volatile("" ::"r"(state_from));  // read together with the other fields, not after a branch that waits for these
 #else
     const int& state_from = run.from;
 #endif
     // a chunk is read in one phase, goes through the recurrence in the next and is finished in the one after
     const int chunks = ALONE ? 1 : (rows + CHUNK - 1) / CHUNK, phases = chunks ? chunks + 2 : 1;
-    const int chunk = ALONE || !chunks ? 1 : (rows + chunks - 1) / chunks;  // rows of each
+    const int chunk = ALONE || !chunks ? 1 : (rows + chunks - 1) / chunks;  // rows per chunk
     const DeltaRows now = {row_k + (s64)(1 - store) * MAX_DECODE_ROWS * Hk * DK,
                            row_change + (s64)(1 - store) * MAX_DECODE_ROWS * Hv * DV,
                            row_factor + (1 - store) * MAX_DECODE_ROWS * Hv};
@@ -129,7 +129,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     float* others = (float*)(moves + MAX_DECODE_ROWS);  // [4][CHUNK / 2][WIDE]: of every other row, from the cluster's other CTA
     float* weights = others + 2 * CHUNK * WIDE;  // [2][CHUNK / 2][128]: norm * silu(z)
     const u32 arrivals = shared_address(weights + CHUNK * 128), rank = rank_in_cluster();  // [4], of outs
-    if (threadIdx.x == TEAM) {  // which expects the first bytes, before any thread has waited for another
+    if (threadIdx.x == TEAM) {  // expect the first bytes before any thread waits for another one
         for (int i = 0; i < 4; i++) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(arrivals + 8 * i) : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -137,20 +137,20 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 
-    if (threadIdx.x >= TEAM) {  // read rows of the next chunk and finish those of the last
+    if (threadIdx.x >= TEAM) {  // read rows of the next chunk, and finish rows of the preceding one
         const int thread = threadIdx.x - TEAM;
 #if NORM || ALONE
         const int warp = thread / 32;
 #endif
 #pragma unroll 1
         for (int c = 0; c < phases; c++) {
-            const int first = c * chunk, half = c % 2, n = min(chunk, rows - first);  // of the chunk that is read
-            const int last = first - 2 * chunk, last_n = c > 1 ? min(chunk, rows - last) : 0;  // of the chunk before the last
+            const int first = c * chunk, half = c % 2, n = min(chunk, rows - first);  // the chunk that is read
+            const int last = first - 2 * chunk, last_n = c > 1 ? min(chunk, rows - last) : 0;  // the chunk that is finished
 #if !ALONE
             const int part = lane % 16;
             float4 key[SHARE][NJ], query[SHARE][NJ], value[SHARE];
             depend();
-            if (n > 0) {  // rows after the last are it once more, and nobody reads them
+            if (n > 0) {  // rows after the last one repeat it; nobody reads them
 #pragma unroll
                 for (int j = 0; j < SHARE; j++) {
                     const s64 row = base + first + min(j * HELPERS * 2 + thread / 16, n - 1), from = (row * Hk + hk) * DK;
@@ -165,7 +165,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             if (thread == 0 && (int)rank < n) expect(arrivals + c % 4 * 8, (n + 1 - (int)rank) / 2 * WIDE * 4);
             const int buffer = (c + 2) % 4 * CHUNK / 2;
 #pragma unroll 1
-            for (int j = thread / 16; 2 * j + 1 - (int)rank < last_n; j += HELPERS * 2) {  // first: the other CTA waits for all
+            for (int j = thread / 16; 2 * j + 1 - (int)rank < last_n; j += HELPERS * 2) {  // sent first: the other CTA waits for all of them
                 const int row = 2 * j + 1 - (int)rank, at = lane % 16 * 4;
                 send(address_at(shared_address(others + (buffer + j) * WIDE + at), 1 - rank),
                      *(const float4*)(outs + (half * CHUNK + row) * WIDE + at), address_at(arrivals + (c + 2) % 4 * 8, 1 - rank));
@@ -181,7 +181,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             }
 #if NORM
 #pragma unroll 1
-            for (int j = HELPERS - 1 - warp; 2 * j + (int)rank < last_n; j += HELPERS) {  // of the CTA's half of the rows
+            for (int j = HELPERS - 1 - warp; 2 * j + (int)rank < last_n; j += HELPERS) {  // the CTA's half of the rows
                 const float* from = others + (buffer + j) * WIDE;
                 if (lane / 16 == (int)rank) from = outs + (half * CHUNK + 2 * j + (int)rank) * WIDE;
                 wait_for(arrivals + (c + 2) % 4 * 8, (c - 2) / 4 % 2);
@@ -195,7 +195,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
                     e = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // columns that pad a row to a whole unit
                 }
             }
-            const int gated = ALONE ? c : c - 1;  // of the chunk where the recurrence is, or will be
+            const int gated = ALONE ? c : c - 1;  // the chunk of the recurrence, current or next
             const int gated_n = gated < 0 ? 0 : min(chunk, rows - gated * chunk), own = HELPERS - 1 - warp;
             if (2 * own + (int)rank < gated_n) {
                 const float4 w = *(const float4*)(norm + lane * 4);
@@ -229,7 +229,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
 #endif
 #if ALONE
             Run alone = run;
-            alone.first = alone.path = 0;  // known here, for registers
+            alone.first = alone.path = 0;  // constants, to spare registers
             const Conv conv = {taps, tail, tail_flip, raw_rows, 2 * Hk * DIM + Hv * DV};
             if (c == 0 && warp < 3) {  // q, k, v
                 const bool first_of_key = (int)blockIdx.y == 0 && h < Hk;
@@ -275,14 +275,14 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     }
 
     const int warp = threadIdx.x / 32, part = lane % 16;
-    // a lane's four columns, those of them that exist, and the one whose sums it gets
+    // a lane's four columns, how many of them exist, and the one whose sum the lane gets
     const int local = warp * 8 + lane / 16 * 4, column = c0 + local, left = min(4, DV - column);
     const int own = local + part % 4;
     const s64 at = ((s64)h * DV + min(column, DV - 1)) * DK;
     const DeltaRows old = {row_k + (s64)store * MAX_DECODE_ROWS * Hk * DK, row_change + (s64)store * MAX_DECODE_ROWS * Hv * DV,
                            row_factor + store * MAX_DECODE_ROWS * Hv};
     const float* from = matrix + state_from * flip + at;
-    auto next = [&] { return matrix + (step->run[ALONE ? 0 : blockIdx.z].from ^ 1) * flip + at; };  // the pair's other one
+    auto next = [&] { return matrix + (step->run[ALONE ? 0 : blockIdx.z].from ^ 1) * flip + at; };  // the other state of the pair
 
     float4 s[4][NJ], key[NJ];
     read_matrix(s, from, part, max(left, 1));
@@ -316,7 +316,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     float4 held[4][NJ];
 #endif
     float4* saved = (float4*)(moves + MAX_DECODE_ROWS) + (NORM ? (2 * CHUNK * WIDE + CHUNK * 128 + 8) / 4 : 0);  // to the end
-    // The row before's matrix is saved under a number, or the one that was comes back.
+    // Saves the preceding row's matrix under a number, or restores the matrix saved under it.
     auto move_matrix = [&](int move) {
         const int number = move & 7;
         const bool saves = move & 8;
@@ -340,7 +340,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
                 s[k / NJ][k % NJ] = at[k * TEAM + t];
     };
 #endif
-    depend();  // no kernel of the step writes what has been read so far
+    depend();  // no kernel of the step writes what was read above
     both_have_begun();
     if (chunks) __syncthreads();
 #pragma unroll 1

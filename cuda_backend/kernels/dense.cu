@@ -1,8 +1,9 @@
 // dense: y = x W' for a matrix of floats and any number of rows of x
 // Meaning   common/reference.py NumpyOps.linear, moe, embed   Launcher  cuda_backend/products.py
-// In        w [N][K] is the first of `of`, with EXPERTS each pair takes one from the table (matrices.cuh); x [T][K] float32; with `squares` x is multiplied by 1 / rms: linear.cu
+// In        w [N][K] is the first matrix of `of`; with EXPERTS each pair takes a matrix from the table (matrices.cuh); x [T][K] float32;
+//           with `squares` x is multiplied by 1 / rms: linear.cu
 // Out       out [T][N] float32, and zeros in further partial sums
-// Build     one of BF16, F16, F32; ROWS of x at a time, 1 or 2; EXPERTS for moe
+// Build     one of BF16, F16, F32; ROWS: rows of x at a time, 1 or 2; EXPERTS for moe
 // Work      a warp per row of w
 // Numbers   float32, in an order that depends on K alone
 // Bound     bytes of w up to 2 rows of x; more rows read w again from the cache
@@ -26,7 +27,7 @@ struct __align__(16) Eight {
 #ifndef ROWS
 #define ROWS 1
 #endif
-// Eights of weights per lane that are requested before there is a row to multiply; of F32, 8 spill on sm_120.
+// Groups of eight weights per lane that are requested before the row to multiply is there; with F32, 8 groups spill on sm_120.
 #if defined(F32) && __CUDA_ARCH__ >= 1200
 #define AHEAD (ROWS == 1 ? 6 : 2)
 #else
@@ -39,7 +40,7 @@ dense(Matrices of, const float* x, float* out, int N, int K, int T, s64 row_stri
     release_next();
     const int lane = threadIdx.x % 32, row = blockIdx.y * 8 + threadIdx.x / 32, first = blockIdx.x * ROWS;
 #ifdef EXPERTS
-    depend();  // even which weights to read comes from the kernel before
+    depend();  // the preceding kernel even decides which weights to read
     const W* weights = (const W*)of.table[ids[first]] + (s64)row * K;
 #else
     const W* weights = (const W*)of.first + (s64)row * K;
@@ -58,7 +59,7 @@ dense(Matrices of, const float* x, float* out, int N, int K, int T, s64 row_stri
     for (int c = 0; c < ROWS; c++) xs[c] = x + (s64)(min(first + c, T - 1) / x_divisor) * K;
     float acc[ROWS] = {}, factor[ROWS];
 #pragma unroll
-    for (int c = 0; c < ROWS; c++) {  // of a norm that has still to divide by the root of the mean of `squares`
+    for (int c = 0; c < ROWS; c++) {  // apply a deferred norm: divide by the root of the mean of `squares`
         float sum = 0.0f;
         for (int i = lane; i < parts; i += 32) sum += squares[(s64)min(first + c, T - 1) * parts + i];
         factor[c] = parts ? 1.0f / sqrtf(warp_sum(sum) / columns + eps) : 1.0f;

@@ -1,18 +1,18 @@
 // entropy: the best token of each row except `excluded`, and the entropy of its softmax without it; a NaN in the row gives -1
 // Meaning   common/sampling.py argmax_entropy; of equal logits the smaller id   Launcher  cuda_backend/sampling.py
 // In        logits [T][V] float32; `excluded`, an id
-// Out       ids [T] int32, entropies [T] float32 in nats; both also in memory of the host, ids first
+// Out       ids [T] int32, entropies [T] float32 in nats; both also in host memory, ids first
 // Work      partial: `pieces` CTAs per row; each finds the best key of its piece and, with its maximum m, the sums of e^(x - m) and
 //           of (x - m) e^(x - m). final: a warp per row rescales the pieces to one maximum and adds them
-// Assumes   at most THREADS * OWN logits of a CTA
+// Assumes   at most THREADS * OWN logits per CTA
 // Numbers   H = log S - W / S with S >= 1 and W <= 0: both terms are positive, so that nothing cancels; a fixed order of sums
 // Bound     bytes of logits
 // Tried     nothing on record
 
 #define THREADS 256
-#define OWN 16   // logits of a thread
+#define OWN 16   // logits per thread
 
-// The sums of exponentials d away from their maximum, by a greater one.
+// Rescales sums of exponentials to a maximum that is greater than theirs by -d.
 __device__ __forceinline__ float2 lowered(float2 sums, float d) {
     const float by = d == 0.0f ? 1.0f : expf(d);
     return by > 0.0f ? make_float2(sums.x * by, (sums.y + d * sums.x) * by) : make_float2(0.0f, 0.0f);
@@ -29,7 +29,7 @@ partial(const float* logits, int V, int excluded, u64* keys, float2* sums) {
     float v[OWN];
     u64 key = 0;
 #pragma unroll
-    for (int i = 0; i < OWN; i++) v[i] = row[min(first + i * THREADS + t, V - 1)];  // a conditional read waits for the one before it
+    for (int i = 0; i < OWN; i++) v[i] = row[min(first + i * THREADS + t, V - 1)];  // unconditional: a conditional read waits for the one before it
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         const int id = first + i * THREADS + t;

@@ -1,4 +1,4 @@
-// exact: the tokens of a compressed cache that attention reads as float16 beside the codes, and the statistics that
+// exact: the tokens of a compressed cache that attention reads as float16, not as codes, and the statistics that
 // equalise keys before they are encoded
 // Meaning   common/reference_packed.py NumpyPacked
 // Build     EXACT: the cache has such rows
@@ -7,20 +7,20 @@
 #define EXACT 0
 #endif
 
-// A row at position p reads a token before `first` or after p - `recent` from `keys` and `values`, others from codes.
+// A row at position p reads tokens before `first` or after p - `recent` from `keys` and `values`, other tokens from codes.
 struct Exact {
-    Plane keys, values;        // float16; values rotated where the codes are. With `mean` a query follows each head's key, K heads on
-    u16* q;                    // [T][H][D] float16; products with codes take q times `scale`, rotated
-    float* shift;              // [T][H] q times `mean`, which belongs to every product with a code
-    const float *mean, *scale; // [K][D] of each channel of the keys; null: keys are encoded as they are
-    const int* positions;      // [T] of the rows of the step
-    int own, slots, first, recent;  // elements from the statistics of a row, and of a slot, to the next; 0: they are shared
+    Plane keys, values;        // float16; values rotated if their codes are. With `mean`, heads K to 2 K - 1 of keys are queries
+    u16* q;                    // [T][H][D] float16; products with codes read q times `scale`, rotated
+    float* shift;              // [T][H] q times `mean`, a term of every product with a code
+    const float *mean, *scale; // [K][D], of each channel of the keys; null: keys are encoded unchanged
+    const int* positions;      // [T], of the rows of the step
+    int own, slots, first, recent;  // elements from a row's statistics, and from a slot's, to the next; 0: they are shared
 };
-// Where the statistics of row t of a sequence begin.
+// The offset of the statistics of row t of a sequence.
 __device__ __forceinline__ s64 statistics_of(const Exact& exact, int t, int slot) { return (s64)t * exact.own + (s64)slot * exact.slots; }
 
-// Where the queries of a KV head are kept for calibration, of which row t keeps one: that of query head `of` of its group, where
-// it has the turn. Rows that ask nothing (H = 0) keep zeros in the place of head `of` of the keys. Null: nothing is kept.
+// The address at which row t keeps one query for a KV head's calibration: that of query head `of`, if it is this head's turn in its
+// group. Rows without queries (H = 0) keep zeros in the place of head `of` of the keys. Null: nothing is kept.
 __device__ __forceinline__ u8* kept_query(const Exact& exact, int slot, int t, int place, bool is_q, bool is_k, int of, int H, int K,
                                           int bytes) {
     const int group = H / K;

@@ -19,7 +19,7 @@ exchange_scale(In x, In y, const float* weight, float* sum, float* squares, Out 
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f), one = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
     const float4 w = weight ? *(const float4*)(weight + at) : one;
     float4 v = zero, own = zero;
-    // for its code, the first blocks go through it before the wait: light.cu add_scale
+    // to load the instructions, the first blocks run the code once before the wait: light.cu add_scale
 #pragma unroll 1
     for (int real = t >= 2; real < 2; real++) {
         if (real) {

@@ -1,14 +1,14 @@
-// experts: y = x W' where each row has its own matrix of a stack: experts, or the heads of latent attention
+// experts: y = x W' in which each row has its own matrix of a stack: an expert's, or that of a head of latent attention
 // Meaning   common/reference.py NumpyOps.moe, head_linear   Launcher  cuda_backend/expert_products.py
 // In        of      the matrices, units of tile.cuh: matrices.cuh
-//           x       packed rows, not interleaved (store.cuh, cols = 1), perhaps of a norm without its factor: linear.cu
+//           x       packed rows, not interleaved (store.cuh, cols = 1), perhaps of a deferred norm: linear.cu
 //           groups  their number, then (matrix, first, rows, 0) of at most COLS rows each
-//           order   pairs (row, matrix) sorted by matrix; pair p has row p / x_divisor of x (moe.cu group)
+//           order   numbers of (row, matrix) pairs, sorted by matrix; pair p has row p / x_divisor of x (moe.cu group)
 // Out       out [part][pair][N] float32, to be added in the order of the parts
-// Build     one type of tile.cuh; COLS 8 (steps) or 32 (prefill); STAGES; BLOCKS of a multiprocessor; CP_ASYNC to
+// Build     one type of tile.cuh; COLS 8 (decode) or 32 (prefill); STAGES; BLOCKS per multiprocessor; CP_ASYNC to
 //           force the sm_80 ring
 // Work      256 threads multiply, one 16-row tile per warp; warp 8 loads units to a ring and gathers the rows of x.
-//           CTAs take the items (group, row block, part of k) in turn
+//           CTAs take the items (group, row block, part of k) one after another
 // Assumes   rows padded to 128 and columns to KBLOCK in w and x
 // Numbers   as linear.cu; the result of a row depends on its matrix alone, not on COLS, its group or its place there
 // Bound     bytes of the chosen matrices; each is read once if one group holds all of its rows
@@ -18,14 +18,14 @@
 //           no overlap with the previous kernel, to leave room for the shared expert -> GLM 316 against 325, Laguna 444 against 441
 //           the shared expert after the experts, on one stream -> Laguna 381 against 406: three more kernels in sequence
 
-#define XROW (HALVES * 160 + (HALVES == 1 ? 32 : 0))  // bytes of a gathered row: two rows meet each bank once
-#define XBYTES (HALVES * 160)  // of which it fills
+#define XROW (HALVES * 160 + (HALVES == 1 ? 32 : 0))  // stride of gathered rows, bytes: two rows meet each bank once
+#define XBYTES (HALVES * 160)  // bytes of a gathered row
 #define STAGE (UNIT_BYTES + COLS * XROW)
 
-// A unit of gathered rows, each packed for itself: store.cuh.
+// A unit of gathered rows, each packed separately: store.cuh.
 struct GatheredRows {
     const u8* from;
-    int row, t;  // of a lane
+    int row, t;  // of the lane
     __device__ __forceinline__ uint4 codes(int half, int pair, int n) const {
         return *(const uint4*)(from + (n * 8 + row) * XROW + half * (WHOLE ? 128 : 160) + pair * 64 + t * 16);
     }
@@ -44,7 +44,7 @@ struct GatheredRows {
 #endif
 };
 
-// An item: `units` of k from first_k of row block `row_block` of matrix `group.x`.
+// An item: `units` units along k, from first_k on, in row block `row_block` of matrix `group.x`.
 struct Item {
     int4 group;
     int part, row_block, first_k, units;
@@ -75,16 +75,16 @@ experts(Matrices of, const u8* x, float* out, int N, int row_blocks, int k_block
 #endif
     }
     if (warp == 8) prefetch_table(of);
-    if (!known) depend();  // even which weights to read comes from the kernel before
-    release_next();        // not before: what comes next takes the groups for granted
+    if (!known) depend();  // the preceding kernel even decides which weights to read
+    release_next();        // not earlier: the next kernel assumes that the groups are complete
     __syncthreads();
     int at = blockIdx.x, i = 0;  // units so far
     const auto item_of = [&](int n) { return Item(n, groups, row_blocks, k_blocks, parts, row_blocks_inverse, parts_inverse); };
-    Item item = item_of(at);  // read beside the number of groups, whether it is one or not
+    Item item = item_of(at);  // read together with the number of groups, whether the item exists or not
     const int items = __ldcg(&groups[0].x) * row_blocks * parts;
 
     if (warp == 8) {  // producer
-        bool late = known;  // are the rows still to come?
+        bool late = known;  // whether the rows of x are not computed yet
         for (; at < items; at += gridDim.x) {
             if (i) item = item_of(at);
             const u8* unit = matrix_at(of, item.group.x) + ((s64)item.row_block * k_blocks + item.first_k) * UNIT_BYTES;
@@ -109,7 +109,7 @@ experts(Matrices of, const u8* x, float* out, int N, int row_blocks, int k_block
                 copy(shared_address(ring + s * STAGE), unit, UNIT_BYTES, full + 8 * s, lane);  // while `pair` is being read
                 __syncwarp();
 #if BULK
-                if (late) {  // weights that are known come while the kernel before this one ends
+                if (late) {  // weights that are known are loaded while the preceding kernel ends
                     if (k + 1 < min(PREFETCH, item.units)) continue;
                     depend();
                     for (int n = 0; n < k; n++) gather(n, n);
@@ -132,7 +132,7 @@ experts(Matrices of, const u8* x, float* out, int N, int row_blocks, int k_block
         if (i) item = item_of(at);
         const int pair = lane < item.group.z ? __ldcg(order + item.group.y + lane) : -1;  // of column `lane`
         float factor[2] = {1.0f, 1.0f};
-#if NT == 1  // of a norm that has still to divide by the root of the mean of `squares`: a column for four lanes
+#if NT == 1  // apply a deferred norm: divide by the root of the mean of `squares`; four lanes per column
         if (norm_parts) {
             float sum = 0.0f;
             const int own = __shfl_sync(FULL, pair, lane / 4);

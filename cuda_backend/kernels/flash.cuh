@@ -1,12 +1,12 @@
-// flash: what attention.cu, split.cu and pieces.cu share: tiles of the cache as tensor cores read them, the pieces
-// into which a past is cut, and who sees whom. Positions are absolute; a cache of a window keeps `fixed` rows, then a ring.
+// flash: shared code of attention.cu, split.cu and pieces.cu: tiles of the cache as tensor cores read them, the pieces
+// into which a past is cut, and which rows see which. Positions are absolute; a cache of a window has `fixed` rows, then a ring.
 
 #ifndef WINDOWED
-#define WINDOWED 1  // 0: there is no window, which leaves half of the code that finds pieces; it comes from memory in every launch
+#define WINDOWED 1  // 0: no window, which halves the code that finds pieces; every launch loads this code from memory
 #endif
 #define TILE_POSITIONS 64  // fixed and ring are multiples of it
 
-#if __CUDA_ARCH__ < 800  // copies are done when they return
+#if __CUDA_ARCH__ < 800  // copies are complete when they return
 __device__ __forceinline__ void copy16(u32 to, const u16* from) { store_16(to, __ldcg((const uint4*)from)); }
 __device__ __forceinline__ void commit() {}
 template <int N>
@@ -19,7 +19,7 @@ __device__ __forceinline__ void copy16(u32 to, const u16* from) {
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
-__device__ __forceinline__ void wait_all_but() {  // groups of this thread's copies, and for the block
+__device__ __forceinline__ void wait_all_but() {  // waits for groups of this thread's copies, and for the block
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
     __syncthreads();
 }
@@ -45,7 +45,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u3
 }
 
 // Positions are added up in groups: of 128 up to 4096, of 256 up to 32768, of 1024 up to 131072, of 2048 up to 262144, then of 4096.
-// Each of these ranges counts its groups as if positions from 0 on were in groups of its length, and adds what that leaves out.
+// Each range numbers its groups as if all positions from 0 on were in groups of its length, and then adds the difference.
 __device__ __forceinline__ int group_begin(int i) {
     int bits = 7, more = 0;
     if (i >= 32) bits = 8, more = 16;
@@ -63,16 +63,16 @@ __device__ __forceinline__ int group_of(int position) {
     return (position >> bits) + more;
 }
 
-// Places for the pieces of a window, which it touches at most two more of than fit it: a power of 2.
+// Places for the pieces of a window: a power of 2. A window touches at most two pieces more than fit into it.
 __device__ __forceinline__ int piece_turns(int pieces) { return 1 << 32 - __clz(pieces + 1); }
 
-#define MOST_SINGLE 256  // tiles that are pieces by themselves; also in cuda_backend/layout.py
+#define MOST_SINGLE 256  // most tiles that are pieces by themselves; also in cuda_backend/layout.py
 
-// What split.cu computes apart of what the rows of a step see, in the order of positions, and where its sums lie
-// (cuda_backend/layout.py piece_places). Tiles of committed positions alone are cut into groups, or into tiles where there
-// are `shares` enough; the tiles after them, which hold rows of the step, are pieces each. Of a window the pieces from
-// `low` on and up to `sinks` are seen; their sums lie in turn in the same places, and groups have 128, 256 or 4096
-// positions wherever it is.
+// The pieces that split.cu computes separately of what the rows of a step see, in the order of positions, and the places of their sums
+// (cuda_backend/layout.py piece_places). Tiles with committed positions only are pieces in groups, or one by one if there are enough
+// `shares`; the tiles after them, which contain rows of the step, are one piece each (tails). With a window, rows see the pieces from
+// `low` on and those up to `sinks`; their sums reuse the same places cyclically, and groups have 128, 256 or 4096 positions
+// wherever the window is.
 struct Pieces {
     bool single;
     int bits, tail, tails, count, trunk;  // bits: of a tile; tail: where the tails begin; count: without them
@@ -101,31 +101,31 @@ struct Pieces {
     __device__ int begin(int piece) const { return single ? piece << bits : even ? piece << group_bits : group_begin(piece); }
     __device__ int stop(int piece) const { return min(begin(piece + 1), tail); }
     __device__ int operator[](int i) const { return i < kept ? i : first + i - kept; }
-    __device__ int place(int i) const {  // of piece number i; tails follow
+    __device__ int place(int i) const {  // place of piece number i; tails follow
         if (i >= count) return trunk + i - count;
         return i < kept || !turns ? (*this)[i] : kept + ((*this)[i] & turns - 1);
     }
-    // Pieces and tails that begin before `group` does.
+    // Number of pieces and tails that begin before `group`.
     __device__ int before(int group) const {
         const int position = even ? group << group_bits : group_begin(group), n = single ? position >> bits : group;
         if (position > tail) return count + min(tails, (position - tail) >> bits);
         return min(count, n < kept ? n : max(kept, n - first + kept));
     }
-    // Positions of piece number i, or of a tail.
+    // The positions of piece number i, or of a tail.
     __device__ int from(int i) const { return i < count ? begin((*this)[i]) : tail + (i - count << bits); }
     __device__ int to(int i) const { return i < count ? stop((*this)[i]) : from(i) + (1 << bits); }
-    __device__ int group(int i) const {  // of piece number i
+    __device__ int group(int i) const {  // group of piece number i
         if (i < count && !single) return (*this)[i];
         const int position = i < count ? (*this)[i] << bits : tail + (i - count << bits);
         return even ? position >> group_bits : group_of(position);
     }
 };
 
-// The committed tiles that wide.cu computes, all of whose rows are codes, or all float16: pieces `first` to `first` + `whole` - 1 and,
-// of piece `resumed` (-1: none), the tiles before position `until`, with which split.cu goes on.
+// The committed tiles that wide.cu computes, whose rows are all codes or all float16: pieces `first` to `first` + `whole` - 1, and of
+// piece `resumed` (-1: none) the tiles before position `until`, where split.cu continues.
 struct WideTiles {
     int first, whole, resumed, until;
-    // sinks, recent  of exact.cuh, or 0
+    // sinks, recent: `first` and `recent` of exact.cuh, or 0
     __device__ void find(const Pieces& pieces, int past, int sinks, int recent) {
         first = sinks ? pieces.of(sinks - 1) + 1 : 0;
         until = min(max(past - recent + 1, 0) >> pieces.bits << pieces.bits, pieces.tail);
@@ -136,13 +136,13 @@ struct WideTiles {
     __device__ int count() const { return whole + (resumed >= 0); }
 };
 
-// A factor 2^x of a whole x of at most 0, exact, so that sums do not depend on when they were scaled; 0 where x is -inf
+// The exact factor 2^x of an integer x of at most 0, so that sums do not depend on when they were scaled; 0 if x is -inf
 // or not a number.
 __device__ __forceinline__ float power(float x) { return x >= -126.0f ? __int_as_float((int)x + 127 << 23) : 0.0f; }
 
-// What a CTA takes of a launch of gridDim.x blocks times `each` shares: a run's rows, times `group`, are cut into blocks of `size`,
-// and the pieces that a block sees into `shares`, more of them after a longer past, so that all are about equal. run -1:
-// nothing. By whole warps. Of a step of one run rows first_t and on, at most T.
+// A CTA's part of a launch of gridDim.x blocks times `each` shares. A run's rows, times `group`, are cut into blocks of `size`, and the
+// pieces that a block sees into `shares`, more of them after a longer past, so that all shares are about equal. run -1: no work.
+// Whole warps call it together. In a step of one run: rows first_t and on, at most T.
 struct Part {
     int run, block, blocks, share, shares;
 };
@@ -155,18 +155,18 @@ __device__ __forceinline__ Part part_of(const StepState* step, int group, int si
         const int shares = all / blocks;
         return {n < shares * blocks ? 0 : -1, n % blocks, blocks, n / blocks, shares};
     }
-    int blocks[2], tiles[2], shares[2], sum = 0, work = 0, mine = 0;  // of two runs
+    int blocks[2], tiles[2], shares[2], sum = 0, work = 0, mine = 0;  // for two runs
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         const bool real = 2 * lane + j < runs;
         const Run& run = step->run[real ? 2 * lane + j : 0];
         blocks[j] = real ? (run.rows * group + size - 1) / size : 0;
-        tiles[j] = (window ? min(run.past, window) : run.past) / TILE_POSITIONS + 4;  // and what a block takes without any
+        tiles[j] = (window ? min(run.past, window) : run.past) / TILE_POSITIONS + 4;  // plus the time of a block without any tiles
         sum += blocks[j], work += blocks[j] * tiles[j];
     }
 #pragma unroll
     for (int m = 16; m; m >>= 1) sum += __shfl_xor_sync(FULL, sum, m), work += __shfl_xor_sync(FULL, work, m);
-    const float spare = 0.9999f * (float)(all - sum) / (float)work;  // rounding gives out no share too many
+    const float spare = 0.9999f * (float)(all - sum) / (float)work;  // slightly less, so that rounding never gives one share too many
 #pragma unroll
     for (int j = 0; j < 2; j++) shares[j] = 1 + (int)(spare * (float)tiles[j]), mine += blocks[j] * shares[j];
     int end = mine;
@@ -183,18 +183,18 @@ __device__ __forceinline__ Part part_of(const StepState* step, int group, int si
             __shfl_sync(FULL, second ? shares[1] : shares[0], owner)};
 }
 
-// Rows first_t.. of a run, at most n, as if those before them were committed.
+// Rows first_t and on of a run, at most n, as if the rows before them were committed.
 struct Mask {
     const u32 (*sight)[ROW_WORDS];
     const int* positions;
     int window, sinks, causal, past, rows, kind;
-    // first  run.first, or 0 where that is known, so that positions are read without a wait for it
+    // first: run.first, or the constant 0, so that positions are read without waiting for it
     __device__ Mask(const StepState* s, const Run& run, int first, const int* p, int w, int k, int c, int first_t = 0, int n = 1 << 30)
         : sight(s->seen + first), positions(p + first + first_t), window(w), sinks(k), causal(c), past(run.past + first_t),
           rows(min(run.rows - first_t, n)), kind(run.kind) {}
-    // The first position that row t may see, but for those that are kept.
+    // The first position that row t may see, apart from the sinks.
     __device__ int low(int t) const { return window ? positions[t] - window + 1 : 0; }
-    // The first that any row may; by a whole warp.
+    // The first such position of any row; called by a whole warp.
     __device__ int lowest() const {
         if (!window) return 0;
         int l = low(min((int)threadIdx.x % 32, rows - 1));
@@ -202,13 +202,13 @@ struct Mask {
         for (int m = 16; m; m >>= 1) l = min(l, __shfl_xor_sync(FULL, l, m));
         return l;
     }
-    // The rows of the run that row t of a tree sees.
+    // The number of rows of the run that row t of a tree sees.
     __device__ int seen(int t) const {
         int n = 0;
         for (int w = 0; w < ROW_WORDS; w++) n += __popc(sight[t][w]);
         return n;
     }
-    // The last one, of a chain, whose row j lies at past + j, or of a block.
+    // The last position that row t sees in a chain, whose row j lies at past + j, or in a block.
     __device__ int high(int t) const { return past + (kind == 2 && !causal ? rows - 1 : t); }
     __device__ bool visible(int t, int at) const { return at <= high(t) && (at >= low(t) || at < sinks); }
 };
