@@ -126,7 +126,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
                            row_factor + (1 - store) * MAX_DECODE_ROWS * Hv};
     auto row_at = [&](int i) { return base + (branches ? order[i] : i); };
 #if NORM
-    float* others = (float*)(moves + MAX_DECODE_ROWS);  // [4][CHUNK / 2][WIDE]: of every other row, from the cluster's other CTA
+    float* others = (float*)(moves + MAX_DECODE_ROWS);  // [4][CHUNK / 2][WIDE]: of every second row, from the cluster's other CTA
     float* weights = others + 2 * CHUNK * WIDE;  // [2][CHUNK / 2][128]: norm * silu(z)
     const u32 arrivals = shared_address(weights + CHUNK * 128), rank = rank_in_cluster();  // [4], of outs
     if (threadIdx.x == TEAM) {  // expect the first bytes before any thread waits for another one

@@ -1,14 +1,14 @@
 // formats: how the rows of a cache, each a head's vector, are stored; encode.cuh writes rows, decode.cuh reads them
 // Meaning   common/kv_formats.py and common/hadamard.py: the same bytes, arithmetic in the same order
-// Build     KEYS and VALUES: formats below; TURN_KEYS, TURN_VALUES: are vectors rotated before they are stored?
-// Layout    a row is a run of blocks: of 32 values in ggml's formats and in bfloat16, of `wht_group` values in Lloyd-Max formats, where a
-//           block is a float16 scale and the codes; of TURBOQUANT, keys alone, the norm, that of what tq3_0's codes leave, the
-//           codes and the signs of that residual, rotated once more. Blocks lie at multiples of 2 bytes
+// Build     KEYS and VALUES: formats below; TURN_KEYS, TURN_VALUES: whether vectors are rotated before they are stored
+// Layout    a row is a sequence of blocks: of 32 values in ggml's formats and in bfloat16, of `wht_group` values in Lloyd-Max formats.
+//           A Lloyd-Max block is a float16 scale and the codes. A TURBOQUANT block, only for keys, is the norm, the norm of the residual
+//           that tq3_0's codes leave, the codes, and the signs of that residual after another rotation. Blocks lie at multiples of 2 bytes
 
 enum Format { F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, LM2, LM3, LM4, TQ3_0, TURBOQUANT };
 
 #ifndef KEYS
-#define PLAIN_FLOAT16  // no format was given
+#define PLAIN_FLOAT16  // no format is defined
 #define KEYS F16
 #endif
 #ifndef VALUES
@@ -21,9 +21,9 @@ enum Format { F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, LM2, LM3, LM4, TQ3_0, TUR
 #define TURN_VALUES 0
 #endif
 
-#define PACKED (KEYS != F16 || VALUES != F16)  // else attention reads float16 as it lies
+#define PACKED (KEYS != F16 || VALUES != F16)  // 0: attention reads float16 without decoding
 
-// Values of a head that are rotated together, and share a scale where codes are Lloyd-Max.
+// Values of a head that are rotated together, and share a scale if codes are Lloyd-Max.
 __device__ constexpr int wht_group(int WIDE) { return WIDE % 128 == 0 ? 128 : WIDE % 64 == 0 ? 64 : 32; }
 __device__ constexpr bool is_lloyd_max(Format f) { return f >= LM2 && f <= TQ3_0; }
 __device__ constexpr int code_bits(Format f) {
@@ -45,7 +45,7 @@ __device__ __forceinline__ float4 signed_by(u32 w0, u32 w1, u32 w2, u32 w3, int 
 #define SECOND_SIGNS 0x16acee90u, 0x3f628fdcu, 0xb7a5357au, 0xbea56562u
 __device__ constexpr float root_of(int group) { return group == 128 ? 0.08838834764831845f : group == 64 ? 0.125f : 0.17677669529663687f; }
 
-// Of `group` values, the sums with the signs of Sylvester's matrix.
+// Sums of `group` values with the signs of Sylvester's matrix.
 template <int GROUP>
 __device__ __forceinline__ float4 hadamard(float4 v, int lane) {
     v = make_float4(v.x + v.y, v.x - v.y, v.z + v.w, v.z - v.w);
@@ -71,7 +71,7 @@ __device__ __forceinline__ float4 rotated_back(float4 v, int lane) {
     return make_float4(v.x * root_of(GROUP), v.y * root_of(GROUP), v.z * root_of(GROUP), v.w * root_of(GROUP));
 }
 
-// The rotation of a residual, and back: the same transform between other signs.
+// The rotation of a residual, and its inverse: the same transform between other signs.
 #define THIRD_SIGNS 0x693a565eu, 0x25622d30u, 0x0243e607u, 0xfec58bdau
 #define FOURTH_SIGNS 0x3d172324u, 0x203007cbu, 0x9540a34bu, 0x856b1126u
 template <int GROUP>
@@ -146,7 +146,7 @@ __device__ constexpr u32 half_bits(double x) {
     if (m - r > 0.5 || (m - r == 0.5 && r % 2)) r++;
     return sign | ((u32)e << 10) + r;
 }
-// Byte `high` of the float16 of centroids first to first + 3.
+// Byte `high` of each of centroids first to first + 3 as float16.
 template <Format F, int GROUP>
 __device__ constexpr u32 table_bytes(int first, bool high) {
     const Codes<F, GROUP> table;

@@ -2,16 +2,16 @@
 // Meaning   common/reference.py NumpyOps.latent_attention, expanded_attention   Launcher  cuda_backend/latent.py
 // In        cache [capacity][W] float16: the latent padded to R, then the roped key padded to W - R; q [T][H][W] float16 in the
 //           same layout. gather writes both                  Out  sums and stats of pieces.cu, sums [place][T][H][R]
-// Build     APART: latents have a plane of their own, in the format KEYS of formats.cuh; R, W: multiples of 16; TILE: positions of a tile, 32 or 64; BUFFERS: of 32 positions in shared memory, 2 to 5;
-//           WINDOWED, 0: flash.cuh; ALONE: split.cu
+// Build     APART: latents have their own plane, in the format KEYS of formats.cuh; R, W: multiples of 16; TILE: positions of a tile, 32
+//           or 64; BUFFERS: number of buffers of 32 positions in shared memory, 2 to 5; WINDOWED, 0: flash.cuh; ALONE: split.cu
 // Work      split: 32 rows (t, head) per CTA of 8 warps, the past is divided into pieces of equal length. q stays in registers. For
 //           the products of a tile with q, a warp takes a quarter of the channels and half of the positions; eight lanes compute the
-//           softmax of a row; for the output a warp takes an eighth of the latent's columns of all rows. Tiles with rows of the
-//           step are separate pieces; in a branching tree there is one for the heads of each row
+//           softmax of a row; for the output a warp takes an eighth of the latent's columns for all rows. Tiles with rows of the
+//           step are separate pieces; in a branching tree each row has its own, shared by its heads
 //           whole_rows, spread: for prefill, which expands a stretch of positions to keys and values of every head and attends to it
 //           before it expands the next one (attention.cu part)
 // Numbers   as split.cu: a row of a tree is bitwise identical to the row of plain decoding
-// Bound     bytes of the cache; from about eight rows on the tensor cores
+// Bound     bytes of the cache; from about eight rows on, tensor cores
 // Tried     variant against the kernel of that time (GLM-4.7-Flash, one row, context of 32,768, one H200).
 //           16 warps -> 223 tok/s against 239: a third more instructions per tile
 //           q loaded from global memory to registers -> 17 % of the samples of a profile: 36 loads of 4 bytes per lane
@@ -25,8 +25,8 @@
 #define LOAD 32  // positions of a buffer
 #define LOADS (TILE / LOAD)
 #define ROWS 32
-#define STEPS ((W / 16 + 3) / 4)  // of 16 channels, per warp
-#define COLUMNS ((R / 8 + 15) / 16 * 16)  // of the latent per warp
+#define STEPS ((W / 16 + 3) / 4)  // steps of 16 channels per warp
+#define COLUMNS ((R / 8 + 15) / 16 * 16)  // columns of the latent per warp
 #define SCORES (TILE + 8)
 
 #ifndef APART
@@ -36,7 +36,7 @@
 #define ALONE 0
 #endif
 
-// A row of W by eight threads, a line of it at a time.
+// Copies a row of W values by eight threads, a line at a time.
 __device__ __forceinline__ void load_row(u16* buffer, const u16* from) {
     const u32 to = shared_address(buffer + threadIdx.x / 8 * STRIDE + threadIdx.x % 8 * 8);
     from += threadIdx.x % 8 * 8;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void load_row(u16* buffer, const u16* from) {
         if (i + threadIdx.x % 8 * 8 < W) copy16(to + i * 2, from + i);
 }
 
-// The same of a position of the cache.
+// Copies a position of the cache in this way.
 __device__ __forceinline__ void load_place(u16* buffer, const HeadRows (&planes)[2], int place) {
 #if APART
     const s64 page = planes[0].page_of(place);
@@ -70,7 +70,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     __shared__ u8 line[MAX_DECODE_ROWS];  // the rows of the step that a tree's row sees, in the order of their positions
     __shared__ Pieces pieces;
     __shared__ int tails;
-    __shared__ volatile float2 factors[ROWS];  // of what a row has so far and of a tile; read as they are used, for registers
+    __shared__ volatile float2 factors[ROWS];  // factors of a row's sums so far and of a tile; read at each use, to spare registers
     u16 *buffers = shared, *ps = buffers + BUFFERS * LOAD * STRIDE;  // ps: the probabilities
     float *scores = (float*)(ps + ROWS * (TILE + 8));
     const float lowest = -__int_as_float(0x7f800000);
@@ -88,7 +88,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     if (own.run < 0) return;
 #endif
     __shared__ HeadRows planes[2], own_planes[2];  // latents, or whole rows, and roped keys; for tails, whose pages are read before the wait
-    __shared__ int own_pages[2];                   // the first and the last
+    __shared__ int own_pages[2];                   // the first and the last page
     __shared__ int ctas, first_job, first_row, end_row;  // CTAs of the run, and this one's first tile after the trunk; rows of a tile
     const int parts = (H + ROWS - 1) / ROWS;
     if (threadIdx.x == 0) {
@@ -107,15 +107,15 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     }
     __syncthreads();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = warp % 4, half = warp / 4, mine = threadIdx.x / 8;
-    // first the pieces that begin within a share of the trunk, then tiles of the tail, of a block of rows or of a tree's row
+    // first the pieces that begin within this share of the trunk, then tiles of the tail, for a block of rows or for one row of a tree
     for (int job = -1; job < tails; job = job < 0 ? first_job : job + ctas) {
         const Run& run = step->run[own.run];
-        const Mask mask(step, run, first_of_run, positions, 0, 0, 0, first_t, T);  // read again, for registers
+        const Mask mask(step, run, first_of_run, positions, 0, 0, 0, first_t, T);  // read again, to spare registers
         const int rows = max(0, mask.rows) * H;
         const int who = job < 0 ? own.block : job / pieces.tails, tree = job >= 0 && run.branches, t_of_tree = tree ? who / parts : 0;
         const int first = tree ? t_of_tree * H + who % parts * ROWS : who * ROWS;
         const int end = min(first + ROWS, tree ? (t_of_tree + 1) * H : rows), seen = tree ? mask.seen(t_of_tree) : 0;
-        const int low = pieces.tail * own.share / own.shares, high = pieces.tail * (own.share + 1) / own.shares;  // the last has the least: it takes tails
+        const int low = pieces.tail * own.share / own.shares, high = pieces.tail * (own.share + 1) / own.shares;  // the last share is the smallest, since it also has the tails
         int piece = low ? pieces.of(low - 1) + 1 : 0;
         const int after = high ? pieces.of(high - 1) + 1 : 0, tail = job < 0 ? 0 : job % pieces.tails;
         const int begin = job < 0 ? pieces.begin(piece) : pieces.tail + tail * TILE;
@@ -124,7 +124,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
         __syncthreads();
         if (threadIdx.x == 0) first_row = first, end_row = end;
         auto load = [&](int buffer, const HeadRows (&from)[2], int place) { load_place(buffers + buffer * LOAD * STRIDE, from, place); };
-        if (job < 0)  // before this step's rows are there
+        if (job < 0)  // before this step's rows are written
 #pragma unroll 1
             for (int i = 0; i < BUFFERS - LOADS; i++)
                 if (begin + i * LOAD < stop) load(i, planes, begin + i * LOAD + mine);
@@ -145,7 +145,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
                 const int at = begin + i * LOAD + mine, n = at - mask.past;  // number n of the step's rows, or of those seen
                 load(i, own_planes, tree && n >= 0 ? mask.past + line[min(n, seen - 1)] : at);
             }
-        u16* qs = buffers + (BUFFERS - 1) * LOAD * STRIDE;  // until a tile comes there
+        u16* qs = buffers + (BUFFERS - 1) * LOAD * STRIDE;  // until a tile is loaded there
         if (first_row + mine < end_row)
             load_row(qs, q + ((s64)(first_of_run + first_t) * H + first_row + mine) * W);
         else
@@ -167,7 +167,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
         for (int at = begin; at < stop; at += TILE) {
             wait_all_but<BUFFERS - 2 * LOADS>();
 #pragma unroll 1
-            for (int i = 0; i < LOADS; i++) {  // to where the tile before this one was
+            for (int i = 0; i < LOADS; i++) {  // to the buffer of the preceding tile
                 const int next = at + (BUFFERS - LOADS + i) * LOAD;
                 if (next < stop) load((buffer + BUFFERS - LOADS + i) % BUFFERS, planes, next + mine);
                 commit();
@@ -276,16 +276,16 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     }
 }
 
-struct Turn {  // a rope, as rows.cu has it
+struct Turn {  // a rope, as in rows.cu
     const double* frequencies;  // radians per position
     const int* positions;
     int pairs;
     float magnitude;
 };
 
-// q as float16: `main` channels as they are, zeros up to `at`, then the roped ones, zeros up to `wide`; and the row of the
-// cache, whose latent is normed first where `normed`. A block per (t, head), a thread per channel; head H is the
-// cache's. Rope's pairs are half-split; their sine and cosine are computed before the channels arrive.
+// Writes q as float16: `main` channels unchanged, zeros up to `at`, then the roped channels, zeros up to `wide`; and the row of the
+// cache, whose latent is normed first if `normed`. A block per (t, head), a thread per channel; head H is the row of the
+// cache. Rope pairs are half-split; their sine and cosine are computed before the channels arrive.
 extern "C" __global__ void __launch_bounds__(1024)
 gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, int P, int wide, Turn q_turn, Turn k_turn, int normed,
        const float* weight, float eps, int latent_dim, const StepState* step, u16* q_out, int rotates, Plane cache, Plane roped) {
@@ -350,7 +350,7 @@ gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, in
     if (i < (is_row ? W : wide)) (is_row ? (u16*)cached : q_out + ((s64)t * H + head) * wide)[i] = to_half(v);
 }
 
-// n rows of the cache from position `first` on as float16 [n][W], as they were before they were rotated; a warp per 128 channels.
+// Writes n rows of the cache from position `first` on as float16 [n][W], rotated back; a warp per 128 channels.
 extern "C" __global__ void __launch_bounds__(256) whole_rows(Plane cache, Plane roped, int slot, int first, int n, u16* out) {
 #if APART
     begin();
@@ -371,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(256) whole_rows(Plane cache, Plane 
 #endif
 }
 
-// The roped keys of n rows of the cache as channels N.. of every head's keys [H][capacity][wide], zeros after them.
+// Copies the roped keys of n rows of the cache to channels N and on of every head's keys [H][capacity][wide], followed by zeros.
 extern "C" __global__ void spread(Plane cache, int n, int N, int P, int wide, Plane keys) {
     begin();
     const int i = blockIdx.x * blockDim.x + threadIdx.x, row = i / (wide - N), column = i % (wide - N);
@@ -380,7 +380,7 @@ extern "C" __global__ void spread(Plane cache, int n, int N, int P, int wide, Pl
     to[N + column] = column < P ? ((const u16*)cache.rows)[(s64)row * W + R + column] : 0;
 }
 
-// Matrices [H][rows][K] as float16 [H][rows][K]; those of `from` lie `stride` elements apart. type: 0 F32, 1 F16, 2 BF16
+// Converts matrices [H][rows][K], `stride` elements apart in `from`, to float16 [H][rows][K]. type: 0 F32, 1 F16, 2 BF16
 extern "C" __global__ void halves(const void* from, int type, s64 stride, s64 n, u16* to) {
     begin();
     const s64 first = blockIdx.y * stride;

@@ -1,4 +1,4 @@
-// matrix: the parameters of linear.cu: those of each matrix, and those of the launch
+// matrix: the parameters of linear.cu, for each matrix and for the launch
 
 struct Matrix {
     const u8* w;  // units of tile.cuh
@@ -8,8 +8,8 @@ struct Matrix {
     u32 k_blocks_inverse, units_inverse, stripes_inverse;  // for `quotient`
 };
 
-// Packed rows (store.cuh). Where `parts` is not 0 an RMS norm has still to divide them by the root of their mean square, the
-// sum of `squares` [T][parts] / columns.
+// Packed rows (store.cuh). If `parts` is not 0, the norm of the rows is deferred: the product divides by the root of their mean
+// square, the sum of `squares` [T][parts] / columns.
 struct Rows {
     const u8* packed;
     const float* squares;
@@ -17,7 +17,7 @@ struct Rows {
     float columns, eps;
 };
 
-struct Partials {  // of the output
-    s64 partial_stride, row;  // from one to the next
+struct Partials {  // partial sums of the output
+    s64 partial_stride, row;  // elements from one partial sum, or row, to the next
     int partials;
 };

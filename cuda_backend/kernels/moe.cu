@@ -17,7 +17,7 @@
 #endif
 #define AT_ONCE (20 / PARTIALS > CHOSEN ? CHOSEN : 20 / PARTIALS > 0 ? 20 / PARTIALS : 1)  // of them, in registers
 
-// A warp per row. A shared expert, number E, comes after a row's best.
+// Chooses experts, a warp per row. A shared expert, number E, comes after a row's best experts.
 extern "C" __global__ void __launch_bounds__(32) route(Choice choice, int* ids) {
     release_next();
     const int t = blockIdx.x, lane = threadIdx.x, k = choice.k, all = k + choice.shared_one;
@@ -40,7 +40,7 @@ extern "C" __global__ void place(const u64* changes, int n) {
     if (i < n) *(u64*)changes[2 * i] = changes[2 * i + 1];
 }
 
-// The list that experts.cu works through: pairs by expert, in groups of at most `cols`. One CTA.
+// Makes the work list of experts.cu: pairs by expert, in groups of at most `cols`. One CTA.
 extern "C" __global__ void __launch_bounds__(1024)
 group(const int* ids, const StepState* step, int T, int k, int E, int cols, int4* groups, int* order) {
     begin();
@@ -74,7 +74,7 @@ group(const int* ids, const StepState* step, int T, int k, int E, int cols, int4
     for (int p = threadIdx.x; p < pairs; p += blockDim.x) order[atomicAdd(first + ids[p], 1)] = p;
 }
 
-// y (pairs, C), perhaps partial sums; `other` is added where there is one.
+// Weighted sums of y (pairs, C), perhaps partial sums; `other` is added if it is not null.
 extern "C" __global__ void combine(In y, const float* weights, int k, int C, In other, int has_other, float* out) {
     begin();
     const int c = blockIdx.x * blockDim.x + threadIdx.x, t = blockIdx.y;
@@ -94,7 +94,7 @@ extern "C" __global__ void combine(In y, const float* weights, int k, int C, In 
     out[(s64)t * C + c] = sum + more;
 }
 
-// x plus that, and what light.cu add_scale leaves of a sum: the same numbers in one launch. All lie in fours.
+// x plus the weighted sums, with the outputs of light.cu add_scale, bitwise identical, in one launch. All rows are readable as float4.
 extern "C" __global__ void __launch_bounds__(64, 1)
 combine_scale(In y, const float* weights, In other, int has_other, In x, const float* norm_weight, float* sum, float* squares,
               Out out) {

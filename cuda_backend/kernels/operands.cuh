@@ -1,18 +1,18 @@
-// operands: codes of a cache as the float16 operands of tensor cores. A product of 16 columns takes two words, each of two
-// columns, of every lane t of four; of a row with D columns a lane has D / 8 words, two for each product.
+// operands: decodes codes of a cache to float16 operands of tensor cores. For a product of 16 columns, each lane t of four supplies two
+// words of two columns each; for a row of D columns a lane has D / 8 words, two for each product.
 
 // Formats of two and three bits, in heads of 256: lane t has columns 32 t to 32 t + 31 of each 128, and a word has columns i and i + 16
 // of them, which are decoded together; else it has columns 8 t to 8 t + 7 of each 32, in order.
 __device__ constexpr bool in_halves(Format f) { return is_lloyd_max(f) && f != LM4 && D == 256; }
 
-// Where a row of float16 tiles, which ldmatrix reads, has word i of lane t, and a column among its halves.
+// The place of word i of lane t, and of a column, in halves, in a row of float16 tiles, which ldmatrix reads.
 __device__ constexpr int place_of_word(int i, int t) { return i / 2 * 8 + i % 2 * 4 + t; }
 template <Format F>
 __device__ constexpr int place_of_column(int c) {
     return in_halves(F) ? 2 * place_of_word(c / 128 * 16 + c % 4 * 4 + c % 16 / 4, c / 32 % 4) + c / 16 % 2
                         : 2 * place_of_word(c / 32 * 4 + c % 8 / 2, c / 8 % 4) + c % 2;
 }
-// Columns c to c + 7 of a row, a multiple of eight, to their places: at(i) is the address of half i of the row.
+// Stores columns c to c + 7 of a row (c is a multiple of eight) at their places: at(i) is the address of half i of the row.
 template <Format F, class At>
 __device__ __forceinline__ void eight_to_places(At at, int c, uint4 eight) {
     const u32 w[4] = {eight.x, eight.y, eight.z, eight.w};
@@ -25,7 +25,7 @@ __device__ __forceinline__ void eight_to_places(At at, int c, uint4 eight) {
     }
 }
 
-// N words that begin `odd` bytes after a multiple of four, 0 or 2, in shared memory.
+// Loads N words of shared memory that begin `odd` bytes, 0 or 2, after a multiple of four.
 template <int N>
 __device__ __forceinline__ void words_at(const u8* from, int odd, u32 (&w)[N]) {
     const u32* at = (const u32*)(from - odd);
@@ -42,7 +42,7 @@ __device__ __forceinline__ void words_at(const u8* from, int odd, u32 (&w)[N]) {
 template <Format F>
 __device__ __forceinline__ void pairs_of(u32 x, u32 y, u32 highs, u32 scale, u32 other, u32 (&out)[16]) {
     const u32 low[2] = {(x & 0x0f0f0f0fu) | (y << 4 & 0xf0f0f0f0u), (x >> 4 & 0x0f0f0f0fu) | (y & 0xf0f0f0f0u)};
-    const u32 swap = (highs ^ highs >> 4) & 0x00f000f0u, high = highs ^ swap ^ swap << 4;  // nibbles of x and of y in turns
+    const u32 swap = (highs ^ highs >> 4) & 0x00f000f0u, high = highs ^ swap ^ swap << 4;  // alternately nibbles of x and of y
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         u32 codes = low[i / 2] >> i % 2 * 2 & 0x33333333u;

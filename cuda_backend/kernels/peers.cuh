@@ -11,12 +11,12 @@
 #define MAX_RANKS 8
 
 struct Peers {
-    float* of[MAX_RANKS];  // buffers of all ranks, which each may write
+    float* of[MAX_RANKS];  // buffers of all ranks; every rank writes to all of them
 };
-// state      [0] exchanges of earlier steps, [1] number of an exchange that failed, else 0, [2] fours of the last one of those steps
-// failed     a word of the host, which gets state[1]
-// patience   nanoseconds that a part is awaited
-// index      exchanges of this step that come before, the last of them of `before` fours
+// state      [0] exchanges of earlier steps, [1] number of a failed exchange, else 0, [2] size of the latest earlier one, in float4
+// failed     a word in host memory, to which state[1] is written
+// patience   nanoseconds to wait for a part
+// index      exchanges of this step before this one; `before`: size of the latest of them, in float4
 struct Meeting {
     float* received;  // this rank's buffer
     u32 *state, *failed;
@@ -33,7 +33,7 @@ __device__ __forceinline__ float4 as_sent(float4 v) { return make_float4(as_sent
 __device__ __forceinline__ void store_part(float4* to, float4 v) {
     asm volatile("st.volatile.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
-// Each number of a part arrives by itself.
+// Stores a part; each of its numbers may arrive separately.
 __device__ __forceinline__ float4 load_part(const float4* from) {
     float4 v;
     asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
@@ -42,7 +42,7 @@ __device__ __forceinline__ float4 load_part(const float4* from) {
 __device__ __forceinline__ bool is_there(float4 v) {
     return __float_as_uint(v.x) != UNSENT && __float_as_uint(v.y) != UNSENT && __float_as_uint(v.z) != UNSENT && __float_as_uint(v.w) != UNSENT;
 }
-// Whether a thread that has polled so often, for the first time `since`, is to give up.
+// Whether a thread that polls since time `since`, for so many rounds, must give up.
 __device__ __forceinline__ bool is_late(u32 polls, u64* since, s64 patience) {
     if (polls % 1024) return false;
     u64 now;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void give_up(const Meeting& m, u32 number) { m.state[
 
 __device__ __forceinline__ u32 number_of(const Meeting& m) { return m.state[0] + m.index + 1; }
 
-// Four number i of the part of `rank`, in exchange `number` of the rank whose buffer it is.
+// The address of float4 number i of the part of `rank`, in the buffer of one rank, for exchange `number`.
 __device__ __forceinline__ float4* place_of(float* buffer, const Meeting& m, u32 number, int rank, int i) {
     return (float4*)(buffer + ((s64)(number % 3) * RANKS + rank) * m.capacity) + i;
 }
@@ -65,7 +65,7 @@ __device__ __forceinline__ void send(const Peers& peers, const Meeting& m, u32 n
         if (r != m.rank) store_part(place_of(peers.of[r], m, number, m.rank, i), own);
 }
 
-// Clear what the exchange before has received, of `threads` threads the share of one.
+// Clears one thread's share, of `threads` threads, of what the preceding exchange has received.
 __device__ __forceinline__ void clear(const Meeting& m, u32 number, int thread, int threads) {
     const float unsent = __uint_as_float(UNSENT);
     const int before = m.index ? m.before : (int)m.state[2];
@@ -76,7 +76,7 @@ __device__ __forceinline__ void clear(const Meeting& m, u32 number, int thread, 
             if (r != m.rank) *place_of(m.received, m, number + 2, r, i) = make_float4(unsent, unsent, unsent, unsent);
 }
 
-// Four number i of all ranks; false where one does not come, or where an earlier exchange of this thread was `lost`.
+// Reads float4 number i of all ranks; false if one does not arrive, or if an earlier exchange of this thread was `lost`.
 __device__ __forceinline__ bool receive(float4 (&part)[RANKS], const Meeting& m, u32 number, int i, float4 own, bool lost) {
     u64 since = 0;
     for (u32 polls = 1;; polls++) {
