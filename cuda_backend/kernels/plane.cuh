@@ -15,7 +15,7 @@ __device__ __forceinline__ int place_of(const Plane& p, int position) {
     return position < p.fixed ? position : p.fixed + (position - p.fixed) % p.ring;
 }
 
-// Row number `place` of a head, where the rows of the plane are known to have `bytes`. A tile's rows follow one another.
+// The address of row `place` of a head, if rows of the plane have the constant size `bytes`. A tile's rows are adjacent.
 __device__ __forceinline__ u8* row_at(const Plane& p, int slot, int head, int place, int bytes) {
     if (p.table) slot = p.table[slot * p.pages + place / PAGE], place %= PAGE;
     return p.rows + slot * p.block + (s64)(head * p.capacity + place) * bytes;

@@ -10,8 +10,8 @@ typedef long long s64;
 
 #define FULL 0xffffffffu
 
-// The next kernel may be launched, and this one's predecessors are done: a graph overlaps the start of a kernel with the
-// end of the one before it (programmatic dependent launch, sm_90). Nothing that a step writes is touched before `depend`.
+// Allows the next kernel to be launched, and waits for the preceding kernels: a graph overlaps the start of a kernel with the end of
+// the preceding one (programmatic dependent launch, sm_90). No kernel accesses memory that a step writes before `depend`.
 __device__ __forceinline__ void release_next() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -36,8 +36,8 @@ struct In {
     int partials, width, inner;     // width of a head, 0: a row is contiguous; inner: stride in a head, 0 or 1
 };
 
-// v[n] = element first + n * stride of a row or head that begins at p, where that is below end, else 0. All reads of
-// four partial sums are in flight together; the code stays small, because a kernel that runs once is as slow as its fetch.
+// v[n] = element first + n * stride of a row or head that begins at p, or 0 from `end` on. All reads of four partial sums are in
+// flight together; the code stays small, because a kernel that runs once is as slow as the fetch of its instructions.
 template <int N>
 __device__ __forceinline__ void load_some(float (&v)[N], const In& a, const float* p, int first, int stride, int end) {
 #pragma unroll
@@ -67,8 +67,8 @@ __device__ __forceinline__ float load_one(const In& a, const float* p) {
 
 __device__ __forceinline__ float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
-// Four columns, the partial sums of `a` added in order, four reads in flight. None is conditional, since the compiler lets a
-// conditional one wait for the one before it: after the last partial sum it is read again, for nothing.
+// Adds the partial sums of four columns of `a` in order, with four reads in flight. No read is conditional, since the compiler makes
+// a conditional read wait for the one before it: reads after the last partial sum repeat it, and their values are not used.
 __device__ __forceinline__ float4 sum_of_partials(const float* p, const In& a) {
     float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
@@ -86,18 +86,18 @@ __device__ __forceinline__ float4 sum_of_partials(const float* p, const In& a) {
     return v;
 }
 
-// Where row t begins, and head `head` of it, `wide` each.
+// The address of row t, and of its head `head`, each `wide` elements wide.
 __device__ __forceinline__ const float* row_of(const In& a, int t) { return a.p + t * a.row; }
 __device__ __forceinline__ const float* head_of(const In& a, int t, int head, int wide) {
     return a.p + t * a.row + (a.width ? head * a.head : (s64)head * wide);
 }
 
-// Element i of row t, whatever the strides.
+// Element i of row t, for any strides.
 __device__ __forceinline__ const float* place(const In& a, int t, int i) {
     return row_of(a, t) + (a.width ? (s64)(i / a.width) * a.head + i % a.width * a.inner : i);
 }
 
-// Elements 0 to 3 of a run of `left` that starts at p, of which nothing is known.
+// Elements 0 to 3 of a run of `left` elements that starts at p, with any alignment.
 __device__ __forceinline__ float4 load_apart(const float* p, s64 partial_stride, int partials, int inner, int left) {
     float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
@@ -110,7 +110,7 @@ __device__ __forceinline__ float4 load_apart(const float* p, s64 partial_stride,
     return v;
 }
 
-// v[n] = four elements from p + n * stride on, of a run that ends `left` after p, zeros after it; the partial sums of `a` added.
+// v[n] = four elements from p + n * stride on, with the partial sums of `a` added; zeros from `left` elements after p on.
 template <int N>
 __device__ __forceinline__ void load_fours(float4 (&v)[N], const float* p, const In& a, int stride, int left) {
 #pragma unroll
@@ -148,15 +148,15 @@ struct Rope {
 // The step as the host uploads it; the same offsets as cuda_backend/replay.py.
 #define MAX_DECODE_ROWS 136  // common/step.py
 #define ROW_WORDS ((MAX_DECODE_ROWS + 31) / 32)
-#define MAX_RUNS 64  // sequences of a step
-struct __align__(16) Run {  // the rows of one sequence, which lie together; other arrays count them from its first
-    int slot, first, rows, past;        // of the pool; the step's row that is its first; how many; positions committed before
-    int from, to, path, path_length;    // its recurrent states: read and written; committed rows to be applied, in StepState.path
+#define MAX_RUNS 64  // most sequences of a step
+struct __align__(16) Run {  // the adjacent rows of one sequence; other arrays number them from its first row
+    int slot, first, rows, past;        // slot of the pool; index of its first row in the step; rows; committed positions
+    int from, to, path, path_length;    // recurrent states that are read and written; committed rows to be applied, in StepState.path
     int kind, branches, unused[2];      // kind: 0 tree, 1 chain of any length, 2 block
 };
 struct __align__(16) StepState {
-    int rows, runs, kept, unused[13];  // kept: which of the stores of rows holds those of paths; this step's go to another
-    int path[MAX_DECODE_ROWS];         // rows of the step before
+    int rows, runs, kept, unused[13];  // kept: the store that has the rows of paths; this step's rows go to another store
+    int path[MAX_DECODE_ROWS];         // rows of the preceding step
     u32 seen[MAX_DECODE_ROWS][ROW_WORDS];  // bit j: this row of a tree sees row j of its run
     u32 line[MAX_DECODE_ROWS];  // of branches, in the order of rows, a byte each: the row and three before it, newest first; -1 is the newest committed
     u8 moves[MAX_DECODE_ROWS];  // of branches, in the order of rows, like the next: cuda_backend/tree_order.py
@@ -164,9 +164,9 @@ struct __align__(16) StepState {
     u8 run_of[MAX_DECODE_ROWS], unused_bytes[8];
     Run run[MAX_RUNS];
 };
-// The run that row t of the step, or row t in the order of rows, belongs to; a step of one row is not read to know it.
+// The run of row t of the step, or of row t in the order of rows; for a step of one row without a read.
 __device__ __forceinline__ const Run& run_at(const StepState* step, int t) { return step->run[t && step->runs > 1 ? step->run_of[t] : 0]; }
-// The lowest byte as a row, or an index in the order of rows; 253 to 255 are -3 to -1.
+// The lowest byte as a row, or as an index in the order of rows; 253 to 255 are -3 to -1.
 __device__ __forceinline__ int of_byte(u32 byte) { return (u8)(byte + 3) - 3; }
 
 __device__ __forceinline__ float from_half(u16 h) {
@@ -195,7 +195,7 @@ __device__ __forceinline__ u32 add_half2(u32 a, u32 b) {
 }
 __device__ __forceinline__ float from_bf16(u16 h) { return __uint_as_float((u32)h << 16); }
 #if __CUDA_ARCH__ < 800
-__device__ __forceinline__ u16 to_bf16(float f) {  // to nearest, of two the even one
+__device__ __forceinline__ u16 to_bf16(float f) {  // to nearest, ties to even
     const u32 bits = __float_as_uint(f), rounded = bits + 0x7fffu + (bits >> 16 & 1);
     return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fff : (u16)(rounded >> 16);
 }
@@ -209,8 +209,8 @@ __device__ __forceinline__ u32 to_bf16x2(float low, float high) {
 __device__ __forceinline__ u16 to_bf16(float f) { return (u16)to_bf16x2(f, 0.0f); }
 #endif
 
-// What cuBLAS multiplies in a long step (cuda_backend/gemm.py HALF): bf16, or before 8.0, whose tensor cores lack it,
-// float16, where a finite number of a larger magnitude becomes the largest.
+// The type that cuBLAS multiplies in a long step (cuda_backend/gemm.py HALF): bf16; before 8.0, whose tensor cores lack bf16,
+// float16, in which a finite number of a larger magnitude becomes the largest finite one.
 #if __CUDA_ARCH__ < 800
 __device__ __forceinline__ u16 to_product(float f) {
     const u32 bits = __float_as_uint(f), magnitude = bits & 0x7fffffffu;  // 65504 is 0x477fe000
@@ -224,7 +224,7 @@ __device__ __forceinline__ u32 to_product2(float low, float high) { return to_bf
 #endif
 
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-// Of data that the kernel before this one does not write.
+// Only for data that the preceding kernel does not write.
 __device__ __forceinline__ void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 
 __device__ __forceinline__ float warp_sum(float v) {
@@ -235,22 +235,22 @@ __device__ __forceinline__ float warp_max(float v) {
     for (int m = 16; m; m >>= 1) v = fmaxf(v, __shfl_xor_sync(FULL, v, m));
     return v;
 }
-#if __CUDA_ARCH__ < 800  // from 8.0 on an instruction
+#if __CUDA_ARCH__ < 800  // from 8.0 on there is an instruction
 __device__ __forceinline__ u32 __reduce_max_sync(u32 lanes, u32 v) {
     for (int m = 16; m; m >>= 1) v = max(v, __shfl_xor_sync(lanes, v, m));
     return v;
 }
 #endif
-// the divisor may be infinite, where the quotient is 0
+// the divisor may be infinite; the quotient is then 0
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
-// By which an RMS norm multiplies a row of `columns`: 1 / the root of the mean of its squares, in two units of the last place.
+// The factor of an RMS norm for a row of `columns`: 1 / the root of the mean of its squares, to two units in the last place.
 __device__ __forceinline__ float norm_factor(float sum, float columns, float eps) {
     return rsqrtf(__fmaf_rn(sum, __fdividef(1.0f, columns), eps));
 }
 
-// Sum over the `warps` warps of a block, at most 32; every thread gets it. `scratch` holds a float per warp.
+// The sum over the `warps` warps of a block, at most 32, in every thread. `scratch` holds a float per warp.
 __device__ __forceinline__ float block_sum(float v, float* scratch, int warps) {
     v = warp_sum(v);
     __syncthreads();
@@ -275,8 +275,8 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvt
 __device__ __forceinline__ void store_16(u32 to, uint4 v) {  // 16 bytes to shared memory
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// A word of shared memory: what it was before n was added; what it is; `v` to it. Each orders what threads of the block
-// have written before it.
+// A word of shared memory: adds n and returns the old value; reads it; writes `v`. Each function comes after what threads of the
+// block have written before.
 __device__ __forceinline__ u32 add_shared(u32 at, u32 n) {
     u32 before;
     asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(at), "r"(n) : "memory");

@@ -1,12 +1,12 @@
-// prepare: the inputs of delta.cu: queries and keys, convolved and normalized, values, convolved, and gates
+// prepare: computes the inputs of delta.cu: convolved and normalized queries and keys, convolved values, and gates
 // Meaning   cuda_backend/kernels/delta.cu                  Launcher  cuda_backend/recurrent.py
 // In        as delta.cu, readable as float4
-// Out       in the order of rows: queries, keys [T][Hk][DK], values [T][Hv][DV], gates [T][Hv][2]; of the step's rows, where they may be
-//           committed: row_k, row_factor, and of the convolution the rows and the tails that the last path leaves
+// Out       in the order of rows: queries, keys [T][Hk][DK], values [T][Hv][DV], gates [T][Hv][2]; for rows that may be committed:
+//           row_k, row_factor, and the convolution's rows; the convolution's tails after the latest path
 // Build     DK, DIM, TAPS as delta.cu; PARTIALS: partial sums of q, k and v; A_PARTIALS, B_PARTIALS: of a and of b; EACH: each
 //           sequence has one row
-// Work      a warp per row and head of q, k or v, in the order of rows: a row reads those before it again, which neighbours have
-//           in their cache. The code is short, because loading instructions takes much of the 3 us of the kernel
+// Work      a warp per row and head of q, k or v, in the order of rows. Each row reads its preceding rows again, which are in the cache
+//           because neighbouring warps read them. The code is short, because loading instructions takes much of the kernel's 3 us
 // Bound     launches
 // Tried     us per layer of the mixer at a tree of 22 rows: variant against 17.9 (Qwen3.6-27B, one H200).
 //           CTAs of 16 rows, which read these and their ancestors into shared memory once -> 18.3, a chain of 64 33.7 against 30.6:

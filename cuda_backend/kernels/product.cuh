@@ -87,7 +87,7 @@ static_assert(HALVES == 2, "two scales of x");
 // sum += scale * dot: of the four results of a lane, or of its two rows where all columns are one
 __device__ __forceinline__ void add(int (&sum)[ACC], const int (&c)[4], int low, int high) {
 #pragma unroll
-    for (int i = 0; i < ACC; i++)  // beside the tensor cores, which multiply-adds of floats would hold up
+    for (int i = 0; i < ACC; i++)  // runs in parallel with the tensor cores, which multiply-adds of floats would delay
         sum[i] += (i < ACC / 2 ? low : high) * c[i * 4 / ACC];
 }
 // v += sum * scale of x, likewise
@@ -153,8 +153,8 @@ __device__ __forceinline__ void add_minima(float (&acc)[NT][ACC], const u8* tile
 }
 #endif
 
-// acc += one tile times one unit of x, of which `tiles` eights of rows are there. AT_ONCE: halves whose instructions may be
-// in flight together, MOST: eights that are summed up together; fewer take fewer registers.
+// acc += one tile times one unit of x, which has `tiles` groups of eight rows. AT_ONCE: halves whose instructions may be in flight
+// together, MOST: groups of eight that are summed up together; fewer take fewer registers.
 #if WHOLE
 template <int AT_ONCE, int MOST, class X>
 __device__ __forceinline__ void multiply(float (&acc)[NT][ACC], const u8* tile, const X& x, int lane, int tiles = NT) {

@@ -21,14 +21,14 @@
 #else
 #define BULK 0
 #endif
-// Stages that are requested before a kernel waits for the one before it: more would delay the reads of that kernel. Where
-// single.cu makes its rows it requests all stages, which was faster.
+// Stages that are requested before a kernel waits for the preceding one: more would delay the reads of the preceding kernel. If
+// single.cu makes its rows, it requests all stages, which was faster.
 #define PREFETCH (STAGES < 2 ? STAGES : 2)
-#define IN_FLIGHT 16  // reads of 16 bytes of a lane before 8.0, where a warp has none in flight while it stores
+#define IN_FLIGHT 16  // reads of 16 bytes per lane before 8.0, where a warp has no read in flight while it stores
 
 #if __CUDA_ARCH__ < 800
-// 8 bytes, as an mbarrier has: how many have arrived; twice how many must, and the parity of the phase. Nobody arrives for
-// the next phase who has not waited for this one.
+// 8 bytes, as large as an mbarrier: the number of arrivals; twice the required number, plus the parity of the phase. No thread arrives
+// for the next phase before it has waited for this one.
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
     write_shared(barrier, 0), write_shared(barrier + 4, 2 * count);
 }
@@ -66,10 +66,10 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
             : "memory");
 }
 #endif
-// The reads of a stage have returned: the address of the arrival depends on a sum of each read. An arrival alone is issued while
-// the last reads are still queued, and a bulk copy may overtake these: docs/experiments/products.md, A race. The first sum of
-// each tile depends on its reads of x, and on those of matrix rows 0 to 7; the last sum of a tile depends on the reads of rows
-// 8 to 15, which TOGETHER tiles share.
+// Arrives after the reads of a stage have returned: the address of the arrival depends on a sum of each read. Otherwise the arrival
+// would be issued while the last reads are still queued, and a bulk copy could overtake these reads: docs/experiments/products.md,
+// A race. The first sum of each tile depends on its reads of x and of matrix rows 0 to 7; the last sum of a tile depends on the reads
+// of rows 8 to 15, which TOGETHER tiles share.
 // none      zero_of(empty)
 template <int TOGETHER, int TILES, int EACH_TILE>
 __device__ __forceinline__ void give_back(u32 empty, u32 none, const float (&acc)[TILES][EACH_TILE]) {
@@ -78,9 +78,9 @@ __device__ __forceinline__ void give_back(u32 empty, u32 none, const float (&acc
     for (int n = 0; n < TILES; n++) bits |= __float_as_uint(acc[n][0]) | (n % TOGETHER ? 0 : __float_as_uint(acc[n][EACH_TILE - 1]));
     barrier_arrive(empty + (bits & none));
 }
-// 0, which the compiler does not know: shared memory has fewer than 2^20 bytes.
+// 0, in a form that the compiler cannot simplify: shared memory has fewer than 2^20 bytes.
 __device__ __forceinline__ u32 zero_of(u32 shared_address) { return shared_address >> 20; }
-// One thread: `full` completes once more when `bytes` have landed.
+// Called by one thread: `full` completes again when `bytes` have arrived.
 __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
 #if BULK
     asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier), "r"(bytes)
@@ -88,8 +88,8 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
 #endif
 }
 
-// Copy `bytes` (a multiple of 16) to shared memory; `full` completes when they have landed. The whole producer warp; where BULK,
-// lanes may each copy for themselves as lane 0. `once`: nobody reads them again, so that they need not push anything else out of
+// Copies `bytes` (a multiple of 16) to shared memory; `full` completes when they have arrived. The whole producer warp calls it; with
+// BULK, each lane may also copy separately, like lane 0. `once`: the bytes are not read again, and need not evict other data from
 // the L2 cache.
 __device__ __forceinline__ void copy(u32 to, const u8* from, int bytes, u32 full, int lane, bool once = false) {
 #if BULK
@@ -115,7 +115,7 @@ __device__ __forceinline__ void copy(u32 to, const u8* from, int bytes, u32 full
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");
 #endif
 }
-// Where there is no BULK, each lane of the producer warp: `full` completes when its copies have landed; none is under way.
+// Without BULK, called by each lane of the producer warp: `full` completes when its copies have arrived; none is in flight then.
 __device__ __forceinline__ void copies_arrive(u32 full) {
 #if __CUDA_ARCH__ < 800
     barrier_arrive(full);

@@ -1,15 +1,15 @@
 // store: writes a row-wise result in each form that its consumers need
-// Out       dense (T, K) float32, product (T, K) of prelude.cuh to_product, packed: each where the pointer is not null
+// Out       dense (T, K) float32, product (T, K) of prelude.cuh to_product, packed: each if its pointer is not null
 //           packed, per 256 columns and 8 rows: the B fragments of eight mma.m16n8k32, 16 bytes per lane and two of them; the
 //           scales of either half, row after row; the sums of 32 codes, times their scale, as the B fragment of a bf16
-//           mma.m16n8k16: group t of either half at k = 2 t and 2 t + 1, and 8 on what bf16 has left of it; before 8.0
-//           the sums of codes alone, as those of two float16 m16n8k8. Where
-//           fine, per 128 columns: fragments, and four times 8 scales. The first `whole` rows, then those that are left,
-//           `cols`. With cols = 1 the one column of that, row after row: 320 bytes of 256 columns, or 160 of 128
-//           code = rint(x / scale), scale = largest magnitude of 128 columns, where fine 32, / 127; NaN reaches it and so the
-//           result
-// Build     ONLY: rows are packed, with a scale per 128 columns, and nothing else: each alone (1) or in eights (8). A kernel
-//           that runs for 2 us waits for its code, of which that is the larger part
+//           mma.m16n8k16: group t of either half at k = 2 t and 2 t + 1, and 8 further on the remainder that bf16 lost; before 8.0
+//           the sums of codes without a scale, as the B fragments of two float16 m16n8k8. If
+//           `fine`, per 128 columns: fragments, and four times 8 scales. First come `whole` rows, then the other rows,
+//           `cols`. With cols = 1 only one column of this, row after row: 320 bytes per 256 columns, or 160 per 128
+//           code = rint(x / scale), scale = largest magnitude of 128 columns, if `fine` of 32, / 127; NaN reaches the scale and so
+//           the result
+// Build     ONLY: the only form is packed, with a scale per 128 columns: rows separately (1) or in groups of eight (8). A kernel
+//           that runs for 2 us waits for its code, most of which writes the other forms
 
 #ifndef ONLY
 #define ONLY 0
@@ -22,9 +22,9 @@ struct Out {
     int K, cols, groups, fine, whole;  // groups: of 32 columns, padded to a whole unit of the widest weight
 };
 
-// Columns k to k + 3 of row `t`, lane by lane: where they are packed a warp holds 128 columns from a multiple of 128 on, or
-// eight lanes 32 where they are fine.
-// `ours`: are they to be stored?
+// Stores columns k to k + 3 of row `t`, by each lane: for packed rows a warp holds 128 columns from a multiple of 128 on, or, if
+// `fine`, eight lanes hold 32.
+// `ours`: whether the lane's columns are stored
 __device__ __forceinline__ void store_four(const Out& out, int t, int k, float4 four, bool ours = true) {
     const float v[4] = {four.x, four.y, four.z, four.w};
     const int left = ours ? out.K - k : 0;

@@ -15,10 +15,10 @@
 //           evict_first at 16 rows for all matrices -> Qwen3.6-27B 5.98 against 5.91, from 24 rows on at 22 6.88 against 6.82; causes
 //             not known
 
-#define OF_EACH (AHEAD ? COLS : (COLS + 7) / 8)  // rows whose factor a warp finds
+#define OF_EACH (AHEAD ? COLS : (COLS + 7) / 8)  // rows whose factor one warp computes
 
 // Factors of rows first, first + apart, ...: 1 / the root of the mean of their squares. The shuffles of all rows are in
-// flight together; a lane per row ends it and tells `ready`, which counts rows.
+// flight together; one lane per row finishes the factor and arrives at `ready`, which counts rows.
 __device__ __forceinline__ void find_factors(float* factors, const Rows& x, int first, int apart, u32 ready, int lane) {
     float sums[OF_EACH] = {};
 #pragma unroll 1
@@ -79,7 +79,7 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
             if (lane == 0) barrier_expect(full + 8 * s, STAGE);
             copy(shared_address(ring + s * STAGE), unit, UNIT_BYTES, full + 8 * s, lane, once);
 #if BULK
-            // weights depend on nothing: some come while the kernel before this one ends, and x follows
+            // weights depend on no kernel: some are loaded while the preceding kernel ends, x after it
             if (i == min(PREFETCH, units) - 1) {
                 depend();
 #pragma unroll
@@ -95,7 +95,7 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
         return;
     }
 
-    depend();  // the memory that the result takes may still be read
+    depend();  // earlier kernels may still read the memory that the result is written to
     if (!AHEAD || warp == 8 + 1) {
         find_factors(factors, x, AHEAD ? 0 : warp, AHEAD ? 1 : 8, ready, lane);
         __syncwarp();  // changes the order of a product's instructions: docs/experiments/products.md, Divisions
@@ -121,7 +121,7 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
         // the stripe that holds unit u is ((u + 1) * stripes - 1) / units
         const int partial = stripe - (int)quotient((u32)(row_block * m.k_blocks + 1) * m.stripes - 1, m.units, m.units_inverse);
         barrier_wait(ready, 0);
-        // the stripe that ends a row block clears the partial sums that nobody has
+        // the stripe that ends a row block clears the partial sums that no stripe writes
         put(acc, m.out, m.N, x.T, row_block * 128 + warp * 16, partial, done ? to.partials : partial + 1, to.partial_stride,
             to.row, factors, lane);
         if (done) row_block++, k_block = 0;

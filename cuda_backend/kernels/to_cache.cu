@@ -2,9 +2,9 @@
 // Launcher  cuda_backend/attention.py
 // In        q, k, v (T, heads, D) float32 as partial sums     Out  q_out [T][H][D] and the step's rows of the cache
 // Build     D, formats.cuh; ALONE: the step has one row
-// Work      a warp per head, or, where it has more partial sums than a warp reads at once, four, each for every fourth of them,
-//           whose first then norms, turns and stores it. Angles and weights before the wait for the kernel before. Few warps:
-//           `split`, which takes whole multiprocessors, starts beside them
+// Work      a warp per head; if the head has more partial sums than a warp reads at once, four warps, each for every fourth partial
+//           sum, of which the first then norms, rotates (rope) and stores the head. Angles and weights are read before the wait for
+//           the preceding kernel. Warps are few, so that `split`, which takes whole multiprocessors, can start at the same time
 // Assumes   norm, rope and their parameters are the same for q and k; pairs is 0 or a power of two from 4 to 64
 // Bound     launches
 // Tried     variant against what was here then (one H200).
@@ -24,7 +24,7 @@
 #endif
 #define AT_ONCE (1024 / D)  // partial sums in flight; also in cuda_backend/attention.py
 
-// Every `step`th partial sum from `first` on, added in order. After the last one it is read again, for nothing: prelude.cuh
+// Adds every `step`th partial sum from `first` on, in order. Reads after the last one repeat it, without effect: prelude.cuh
 // sum_of_partials.
 __device__ __forceinline__ void add_partials(float4 (&sum)[PARTS], const float* from, const In& x, int first, int step) {
 #pragma unroll
