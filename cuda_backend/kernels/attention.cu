@@ -1,6 +1,6 @@
 // attention: grouped-query attention of a long step: prefill
 // Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
-// In        q [T][H][D] float16 and keys and values [K][place][D] float16, the step's rows already there
+// In        q [T][H][D] float16 and keys and values [K][place][D] float16, which already contain the step's rows
 //           (heads_to_cache.cu)                           Out       out [T][H][DIM] float32
 // Build     formats.cuh; EXACT, of packed rows alone: exact.cuh; D, a multiple of 16 up to 256; DIM: the width of a head of out, at most D, zeros after it in q and cache
 //           IN_PARTS: for `part`, which attends to one range of positions per launch
@@ -10,9 +10,9 @@
 //           EXACT: first tiles of codes, then the first tiles and the latest ones of float16 rows
 // Assumes   capacity is a multiple of 64, and memory beyond the last row holds finite numbers; planes are one sequence's
 // Numbers   float16 products, float32 sums; online softmax
-// Bound     the tensor cores
+// Bound     tensor cores
 // Origin    FlashAttention-2 (Dao, arXiv 2307.08691)
-// Tried     packed rows without a bound on CTAs -> bf16 heads of 128 (capability 8.0) and lm4 heads of 64 (9.0) spill 8 bytes
+// Tried     packed rows without a bound on CTAs per multiprocessor -> bf16 heads of 128 (capability 8.0) and lm4 heads of 64 (9.0) spill 8 bytes
 
 #define STRIDE (D + 8)  // halves; an odd number of 16-byte units, so that ldmatrix has no bank conflicts
 #ifdef POSITIONS  // positions of a tile, if a card has too little shared memory for two tiles of 64
@@ -25,7 +25,7 @@
 #ifndef SPARSE
 #define SPARSE 0
 #endif
-#define BLOCKS ((D + 31) / 32)  // of a row of the cache that is not float16
+#define BLOCKS ((D + 31) / 32)  // blocks of a row of the cache that is not float16
 #if D > 64 && !defined(PLAIN_FLOAT16)
 #define AND_BLOCKS , 2
 #elif D > 64
@@ -56,9 +56,9 @@ __device__ __forceinline__ void load_tile(u16* to, const Plane& plane, int at) {
     }
 }
 
-// Tiles [begin, end) of positions for 64 rows of q that lie in `qs`; o and m, l per lane: rows g and g + 8 of its warp.
-// Of an EXACT cache those that the rows read as KEYS_AS and VALUES_AS; CODED: these are codes, whose products with a row
-// lack its `shifts`. SPARSE: of the blocks of which `seen` has a bit, as it has of the first.
+// Adds tiles [begin, end) of positions for the 64 rows of q in `qs`; o and m, l per lane: rows g and g + 8 of its warp.
+// An EXACT cache: only positions that the rows read in the formats KEYS_AS and VALUES_AS; CODED: these formats are codes, to whose
+// products with a row its `shifts` must be added. SPARSE: only blocks with a bit in `seen`, which the first block always has.
 template <Format KEYS_AS, Format VALUES_AS, bool CODED>
 __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], float (&l)[2], const u16* qs, u16* ks, u16* vs,
                                        Plane keys, Plane values, int begin, int end,
@@ -172,7 +172,7 @@ __device__ __forceinline__ void add_lanes(float (&l)[2]) {
     }
 }
 
-// A bit of each group of 32 columns turns the sign of one of them: columns n * 8 + lane % 4 * 2 + e of a group.
+// A bit for each group of 32 columns changes the sign of one column: columns n * 8 + lane % 4 * 2 + e of a group.
 template <int GROUP>
 __device__ __forceinline__ void turn_signs(float (&o)[D / 8][4], int lane, u32 w0, u32 w1, u32 w2, u32 w3) {
     const u32 words[4] = {w0, w1, w2, w3};
@@ -184,7 +184,7 @@ __device__ __forceinline__ void turn_signs(float (&o)[D / 8][4], int lane, u32 w
     }
 }
 
-// formats.cuh rotated_back, of accumulators.
+// formats.cuh rotated_back, for accumulators.
 __device__ __forceinline__ void rotate_back(float (&o)[D / 8][4], int lane) {
     constexpr int GROUP = wht_group(D);
     turn_signs<GROUP>(o, lane, SECOND_SIGNS);
@@ -217,7 +217,7 @@ __device__ __forceinline__ void rotate_back(float (&o)[D / 8][4], int lane) {
     turn_signs<GROUP>(o, lane, FIRST_SIGNS);
 }
 
-// 64 rows of q, (t, query head of the group), zero beyond the last.
+// Loads 64 rows of q, (t, query head of the group), zeros beyond the last row.
 __device__ __forceinline__ void load_queries(u16* qs, const u16* q, int first_row, int group, int H, int head0, int rows) {
     for (int i = threadIdx.x; i < 64 * (D / 8); i += 128) {
         const int r = first_row + i / (D / 8), c = i % (D / 8) * 8;
@@ -237,7 +237,7 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
     run.first = 0;           // a constant here, to save registers
     const Mask mask(step, run, run.first, positions, window, sinks, 0);
     const int group = H / K, rows = T * group, head = blockIdx.y, lane = threadIdx.x % 32;
-    const int first_row = (gridDim.x - 1 - blockIdx.x) * 64;  // the longest first
+    const int first_row = (gridDim.x - 1 - blockIdx.x) * 64;  // blocks with the most keys first
     const int last = min(first_row + 63, rows - 1) / group;
     float o[D / 8][4] = {}, m[2], l[2] = {0.0f, 0.0f};
     m[0] = m[1] = -__int_as_float(0x7f800000);

@@ -1,9 +1,9 @@
-// block_conv: causal convolution of the rows of a draft's block, where each row has its own taps
+// block_conv: causal convolution of the rows of a draft's block; each row has its own taps
 // Meaning   common/reference.py NumpyOps.block_conv       Launcher  cuda_backend/rows.py
 // In        x (T, C), own (T, n * G), base [n][C]: row t, channel c of group c / (C / G) has the taps own[t][i * G + group] + base[i][c]
 // Out       out [T][C] float32
 // Work      a thread per channel and row
-// Numbers   float32; terms are added from the row itself to its earliest predecessor
+// Numbers   float32; terms are added in order from the row itself back to its earliest predecessor
 // Bound     launches: 2 n reads per output, from the cache
 // Tried     nothing on record
 

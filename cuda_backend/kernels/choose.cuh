@@ -1,4 +1,4 @@
-// choose: the experts of a row and the addresses of their matrices, computed by one warp
+// choose: one warp chooses the experts of a row and finds the addresses of their matrices
 // Build     PER: experts per lane
 // Numbers   float32; best first, ties to the smaller number, NaN last
 
@@ -6,7 +6,7 @@
 #define PER 1
 #endif
 
-// Floats as integers of the same order, all above 0.
+// Maps floats to positive integers of the same order.
 __device__ __forceinline__ u32 ordered(float f) {
     const u32 bits = __float_as_uint(f);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -23,7 +23,7 @@ struct Choice {
     float scale;
 };
 
-// The biases of a lane's experts, zeros where there are none.
+// The biases of a lane's experts; zeros without biases.
 __device__ __forceinline__ void biases(float (&added)[PER], const Choice& of) {
 #pragma unroll
     for (int i = 0; i < PER; i++) {

@@ -1,7 +1,7 @@
-// choose_blocks: which blocks of keys the rows of a long step see, where rows may leave out keys with little attention
+// choose_blocks: chooses the blocks of keys that the rows of a long step see, if rows may leave out keys with little attention
 // Meaning   common/block_sparse.py attend                 Launcher  cuda_backend/block_sparse.py
-// In        q [T][H][D] float16; keys [K][place][D] float16 of one sequence, the step's rows already there
-// Out       means of whole blocks of keys [block][K][D], and of the step's queries times `scale` [block][H][D], float32
+// In        q [T][H][D] float16; keys [K][place][D] float16 of one sequence, which already contain the step's rows
+// Out       means [block][K][D] of whole blocks of keys, and [block][H][D] of the step's queries times `scale`, float32
 //           sight [K][block of the step][words]: a bit for each block of keys
 // Build     BLOCK: positions of a block; SINKS and LATEST: blocks that are always seen; MOST: others; MASS: the share of the
 //           predicted attention, in thousandths, that is enough
@@ -45,7 +45,7 @@ __device__ __forceinline__ float block_max(float v, float* scratch) {
 extern "C" __global__ void __launch_bounds__(CTA)
 choose(const float* of_keys, const float* of_queries, int H, int K, int D, int first, int words, u32* sight) {
     begin();
-    extern __shared__ float shares[];  // of each block before the queries' own; `words` words of bits; their logits
+    extern __shared__ float shares[];  // shares of each block before the queries' own; `words` words of bits; logits of the blocks
     __shared__ float scratch[CTA / 32];
     const int own = first + blockIdx.x, head = blockIdx.y, group = H / K, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     u32* bits = (u32*)(shares + own);

@@ -1,8 +1,8 @@
-// conv: silu of a causal depthwise convolution along each row's ancestors; with PARENTS, the parent of each row
+// conv: silu of a causal depthwise convolution over each row's ancestors; with PARENTS, copies the parent of each row
 // Meaning   common/reference.py NumpyOps.short_conv, .parent_rows       Launcher  cuda_backend/recurrent.py
 // In        x (T, C), taps [C][n + 1], state: two tails [n][C], `flip` apart, and rows [2][MAX_DECODE_ROWS][C]   Out  out [T][C] float32
-// Work      a thread per channel and row, in the order of rows. The rows of the last commit are still in the buffer of the other step: they are
-//           read there, and the new tail is written beside the old one, so that a step can run twice
+// Work      a thread per channel and row, in the order of rows. Rows of the latest commit are read from the buffer of the step that
+//           computed them; the new tail does not overwrite the old one, so that a step can run twice
 // Assumes   a step of more than MAX_DECODE_ROWS rows is a chain (kind 1)
 // Bound     launches: 4 reads per output, from the cache
 // Tried     nothing on record
@@ -20,7 +20,7 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
     const float *old_tail = tail + run.from * flip + c, *old_rows = rows + (s64)step->kept * MAX_DECODE_ROWS * C + c;
     const bool branches = run.branches;
     auto row_at = [&](int i) { return first + (branches ? step->line[first + i] & 0xff : i); };
-    auto place_of = [&](int row) {  // of the run, in the order of rows, or counted back from the newest committed row, -1
+    auto place_of = [&](int row) {  // a row of the run, in the order of rows; negative: counted back from the newest committed row, -1
         if (row >= 0) return row_of(x, row_at(row)) + c;
         const int from_path = path + row;
         return from_path >= 0 ? old_rows + (s64)step->path[run.path + from_path] * C : old_tail + (s64)(n + from_path) * C;
@@ -29,7 +29,7 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
     float sum = 0.0f;
     if (!real) depend();
 #pragma unroll 1
-    for (int j = real ? n : -1, row = t; j >= 0;) {  // four taps at a time, newest first, whose reads are in flight together
+    for (int j = real ? n : -1, row = t; j >= 0;) {  // four taps at a time, newest first; their four reads are in flight together
         const float* p[4];
         float v[4], tap[4];
         bool inside[4];
@@ -55,7 +55,7 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
     if (real) out[(s64)row_at(t) * C + c] = PARENTS ? sum : silu(sum);
     if (t == 0)
 #pragma unroll 1
-        for (int j = 0; j < n; j++) {  // oldest first; a step of kind 1 leaves its own last rows
+        for (int j = 0; j < n; j++) {  // oldest first; a step of kind 1 writes its own last rows
             const int row = run.kind ? run.rows - n + j : j - n;
             const float* p = place_of(row);
             float v = 0.0f;

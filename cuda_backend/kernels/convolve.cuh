@@ -1,7 +1,7 @@
-// convolve: a row of a head of q, k or v, for prepare.cu and for delta.cu's step of one row
+// convolve: convolves one row of a head of q, k or v, for prepare.cu and for delta.cu's step of one row
 //
 // Build     as prepare.cu
-// Work      all loads of a lane are unconditional, from another address if the value is not needed, because the compiler serializes
+// Work      all loads of a lane are unconditional, from a dummy address if the value is not needed, because the compiler serializes
 //           conditional loads
 
 #ifndef PARTIALS
@@ -9,9 +9,9 @@
 #define A_PARTIALS 1
 #define B_PARTIALS 1
 #endif
-#define PIECE 128                         // columns of v that a warp takes
+#define PIECE 128                         // columns of v per warp
 #define FOURS ((DK + 127) / 128)          // fours of channels per lane, 128 apart
-#define BEFORE (TAPS > 1 ? TAPS - 1 : 0)  // rows before one that its convolution reads
+#define BEFORE (TAPS > 1 ? TAPS - 1 : 0)  // preceding rows that a row's convolution reads
 
 // Inputs of a convolution, and the rows and tails that a step stores.
 struct Conv {
@@ -22,7 +22,7 @@ struct Conv {
     int C;
 };
 
-// Channels of a head.
+// The channels of a head.
 struct Head {
     const float* p;   // of row 0 of the input
     int first, wide;  // of the convolution's; how many there are
@@ -46,7 +46,7 @@ __device__ __forceinline__ void add_some(V (&sum)[R], const float* (&p)[R], s64 
         for (int j = 0; j < R; j++) sum[j] = plus(sum[j], e[s][j]);
 }
 
-// All N of them, M in flight.
+// Adds all N partial sums, with M reads in flight.
 template <int N, int M, int R, class V>
 __device__ __forceinline__ void add_all(V (&sum)[R], const float* (&p)[R], s64 stride) {
 #pragma unroll 1
@@ -54,9 +54,9 @@ __device__ __forceinline__ void add_all(V (&sum)[R], const float* (&p)[R], s64 s
     add_some<N % M>(sum, p, stride);
 }
 
-// rows[0] of a run's rows in the input: convolved with the rows before it, rows[1] and on, newest first, where -1 is the newest committed one;
-// divided by its length and times `norm` where that is not 0; to `to`, and if it is there to its row of `keep`. ours: does this warp
-// keep what the step leaves of these channels? first: and the tails?
+// Convolves row rows[0] of a run with the rows before it, rows[1] and on, newest first (-1: the newest committed row). If `norm` is not
+// 0, divides the result by its length and multiplies it by `norm`. Writes it to `to`, and to its row of `keep` if that is not null.
+// ours: whether this warp writes the step's state of these channels; first: whether it also writes the tails.
 __device__ __forceinline__ void convolve(const In& in, const Head& head, const Conv& conv, const StepState* step, const Run& run,
                                          const int (&rows)[BEFORE + 1], bool ours, bool first, float* to, float* keep, int stride) {
     const int lane = threadIdx.x % 32, store = step->kept;
@@ -114,7 +114,7 @@ __device__ __forceinline__ void convolve(const In& in, const Head& head, const C
     }
 }
 
-// The factor of the matrix and the weight of the change.
+// The factor by which the matrix fades, and the weight of the change.
 __device__ __forceinline__ float2 gates_of(const In& a, const In& b, int t, int h, float decay, float dt_bias) {
     const float *of_a[1] = {row_of(a, t) + h}, *of_b[1] = {row_of(b, t) + h};
     float x[1] = {}, y[1] = {};

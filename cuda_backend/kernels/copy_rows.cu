@@ -2,8 +2,8 @@
 // position to_first + j of the target
 // Launcher  cuda_backend/caches/planes.py copy_rows
 // Build     UNIT: bytes that divide every row, 2, 4, 8 or 16
-// Work      a CTA per head, those of keys first, then those of values. A thread moves one unit of every row, so that source and
-//           target may be the same if the path ascends
+// Work      a CTA per head, first heads of keys, then heads of values. A thread copies one unit of every row, so that source and
+//           target may be the same memory if the path ascends
 // Tried     nothing on record
 
 #if UNIT == 16

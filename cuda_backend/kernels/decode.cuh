@@ -1,5 +1,5 @@
-// decode: 32 values of a row of a cache as float16: codes by byte permutes of a table, or as whole numbers that 1024 was
-// added to, then times the scale of their block
+// decode: converts 32 values of a row of a cache to float16: looks codes up in a table by byte permutes, or adds 1024 to them as
+// float16 bits, then multiplies by the scale of their block
 
 __device__ __forceinline__ u32 mul_half2(u32 a, u32 b) {
     u32 c;
@@ -12,18 +12,18 @@ __device__ __forceinline__ u32 fma_half2(u32 a, u32 b, u32 c) {
     return d;
 }
 
-// Bytes of a (0 to 3) and b (4 to 7) by the nibbles of `which`, of which none is above 7: __byte_perm would mask them once more.
+// Selects bytes of a (0 to 3) and b (4 to 7) by the nibbles of `which`, none of which is above 7; __byte_perm would mask them again.
 __device__ __forceinline__ u32 permuted(u32 a, u32 b, u32 which) {
     u32 c;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(c) : "r"(a), "r"(b), "r"(which));
     return c;
 }
 
-// N words from an even address.
+// Loads N words from an even address.
 template <int N>
 __device__ __forceinline__ void load_words(u32 (&w)[N], const u8* from) {
     const u32 odd = (u32)(u64)from & 2, shift = odd * 8;
-    const u32* at = (const u32*)(from - odd);  // still known to lie in shared memory, where it does
+    const u32* at = (const u32*)(from - odd);  // the compiler still knows if it is shared memory
     u32 a = at[0];
 #pragma unroll
     for (int i = 0; i < N; i++) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void load_words(u32 (&w)[N], const u8* from) {
 }
 __device__ __forceinline__ u32 twice(u16 half) { return half | (u32)half << 16; }
 
-// Two and two bits, or a bit each, of eight codes, to nibbles.
+// Joins two bits and two bits, or a bit each, of eight codes to nibbles.
 __device__ __forceinline__ u32 spread2(u32 x) {
     x = (x | x << 8) & 0x00ff00ffu;
     x = (x | x << 4) & 0x0f0f0f0fu;
@@ -45,10 +45,11 @@ __device__ __forceinline__ u32 spread1(u32 x) {
     return (x | x << 3) & 0x11111111u;
 }
 
-// Eight codes, a nibble each, from a table of at most eight: out[i] holds values 2 i and 2 i + 1. Scales: of the first four, of the others.
+// Looks up eight codes, a nibble each, in a table of at most eight: out[i] holds values 2 i and 2 i + 1. Two scales: one for the first
+// four values, one for the others.
 template <Format F, int GROUP>
 __device__ __forceinline__ void look_up(u32 codes, u32 scale, u32 other, u32* out) {
-    constexpr int first = F == LM4 ? 8 : 0, more = F == LM2 ? 0 : first + 4;  // of LM4 the magnitudes
+    constexpr int first = F == LM4 ? 8 : 0, more = F == LM2 ? 0 : first + 4;  // LM4: magnitudes
     constexpr u32 low0 = table_bytes<F, GROUP>(first, false), low1 = table_bytes<F, GROUP>(more, false);
     constexpr u32 high0 = table_bytes<F, GROUP>(first, true), high1 = table_bytes<F, GROUP>(more, true);
     u32 negative = 0;
@@ -99,7 +100,7 @@ __device__ __forceinline__ void read_32(const u8* row, int block, u32 (&out)[16]
         }
     } else {
         constexpr bool has_low = F == Q4_1 || F == Q5_1, five = F == Q5_0 || F == Q5_1;
-        // float16 of 1024 and a code, and what is to be taken from it
+        // float16 of 1024 + code, and the number to subtract from it
         constexpr u32 offset = F == Q8_0 ? 0xe480e480u : F == Q4_0 ? 0xe408e408u : F == Q5_0 ? 0xe410e410u : 0xe400e400u;
         const u32 scale = twice(*(const u16*)from), low = has_low ? twice(*(const u16*)(from + 2)) : 0;
         u32 w[F == Q8_0 ? 8 : 4], fifth[1] = {0};
@@ -122,13 +123,13 @@ __device__ __forceinline__ void read_32(const u8* row, int block, u32 (&out)[16]
     }
 }
 
-// Where pair `i` of 32 values goes if eight values that follow one another are a lane's operands of two products: product, half, lane.
+// The place of pair `i` of 32 values if eight adjacent values are one lane's operands of two products: product, half, lane.
 __device__ constexpr int operand_place(int i) { return i / 2 % 2 * 8 + i % 2 * 4 + i / 4; }
 
-// 32 values of a row as float16, to the 16 bytes at(0) to at(3); AS_OPERANDS: in the order of operand_place.
+// Decodes 32 values of a row to float16, to the 16 bytes each at at(0) to at(3); AS_OPERANDS: in the order of operand_place.
 template <Format F, int WIDE, bool AS_OPERANDS, class At>
 __device__ __forceinline__ void unpack_32_to(At at, const u8* row, int block) {
-    if constexpr (F == BF16) {  // few values at a time, for registers
+    if constexpr (F == BF16) {  // few values at a time, to spare registers
 #pragma unroll 1
         for (int i = 0; i < 4; i++) {
             u32 w[4];
@@ -149,13 +150,13 @@ __device__ __forceinline__ void unpack_32_to(At at, const u8* row, int block) {
 #pragma unroll
     for (int i = 0; i < 4; i++) *at(i) = make_uint4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
 }
-// 32 values of a row as float16 to where `to` points, at a multiple of 16 bytes.
+// Decodes 32 values of a row to float16 at `to`, a multiple of 16 bytes.
 template <Format F, int WIDE>
 __device__ __forceinline__ void unpack_32(u16* to, const u8* row, int block) {
     unpack_32_to<F, WIDE, false>([&](int i) { return (uint4*)to + i; }, row, block);
 }
 
-// A number of tq3_0 by its code.
+// The number of a tq3_0 code.
 template <int GROUP>
 __device__ __forceinline__ float number_of(u32 code) {
     constexpr Codes<TQ3_0, GROUP> table;
@@ -165,11 +166,11 @@ __device__ __forceinline__ float number_of(u32 code) {
     return code & 4 ? magnitude : -magnitude;
 }
 
-// The square root of pi / 2 / GROUP: of the norm of a residual the length of each of its signs.
+// The square root of pi / 2 / GROUP: times the norm of a residual, the magnitude of each of its signs.
 template <int GROUP>
 __device__ constexpr float root_of_half_pi() { return GROUP == 128 ? 0.11077837f : GROUP == 64 ? 0.15666426f : 0.22155673f; }
 
-// Values 128 * chunk to 128 * chunk + 127 of a row of turboquant keys as float16, by a warp: four values per lane.
+// Decodes values 128 * chunk to 128 * chunk + 127 of a row of turboquant keys to float16, by a warp: four values per lane.
 template <int WIDE>
 __device__ __forceinline__ void unpack_turboquant(u16* to, const u8* row, int chunk, int lane) {
     constexpr int GROUP = wht_group(WIDE);
@@ -178,7 +179,7 @@ __device__ __forceinline__ void unpack_turboquant(u16* to, const u8* row, int ch
     const u32 signs = from[4 + GROUP / 8 * 3 + own / 2] >> own % 2 * 4;
     float4 v = make_float4(signs & 1 ? 1.0f : -1.0f, signs & 2 ? 1.0f : -1.0f, signs & 4 ? 1.0f : -1.0f, signs & 8 ? 1.0f : -1.0f);
     v = projected_back<GROUP>(v, own);
-    __syncwarp();  // what follows is read after it, for registers
+    __syncwarp();  // the following reads come after it, to spare registers
     const float norm = from_half(((const u16*)from)[0]), by = from_half(((const u16*)from)[1]) * root_of_half_pi<GROUP>();
     const u32 low = from[4 + own], high = from[4 + GROUP / 4 + own / 2] >> own % 2 * 4;
     float e[4] = {v.x, v.y, v.z, v.w};

@@ -3,9 +3,9 @@
 // Launcher  cuda_backend/recurrent.py
 // In        q, k (T, Hk, DIM), v (T, Hv, DV), a, b (T, Hv), z (T, Hv, DV); with TAPS q is the convolution's input (T, C), the
 //           channels of all three; decay, dt_bias (Hv,)
-//           state: two matrices [Hv][DV][DK], `flip` apart, and of the last step's rows [2][MAX_DECODE_ROWS]: k [Hk][DK], change
+//           state: two matrices [Hv][DV][DK], `flip` apart, and for the rows of steps [2][MAX_DECODE_ROWS]: k [Hk][DK], change
 //           [Hv][DV], factor [Hv]
-//           of the convolution, C = 2 Hk DIM + Hv DV channels: taps [C][TAPS], two tails [TAPS - 1][C], rows [2][MAX_DECODE_ROWS][C]
+//           convolution of C = 2 Hk DIM + Hv DV channels: taps [C][TAPS], two tails [TAPS - 1][C], rows [2][MAX_DECODE_ROWS][C]
 // Out       NORM: (T, Hv * 128) in the forms of store.cuh; else out.dense [T][Hv][DV] before the norm
 // Build     DK, a multiple of 16 up to 256; DIM: the width of a key, at most DK, zeros after it in the state
 //           TAPS: of the convolution, 0 without; NORM: with the gated norm, DV = 128 and compute capability 9.0
@@ -39,16 +39,16 @@
 //             multiplications
 //           chunks of 8 rows instead of 16 -> 26.0 against 24.8 at 64 rows, 13.4 against 13.6 at 22: as many phases again
 
-#define CHUNK 16  // rows that are read together, at most; even
+#define CHUNK 16  // most rows that are read together; even
 #ifndef WIDE
 #define WIDE 64              // columns of a CTA
 #endif
 #define TEAM (4 * WIDE)                             // threads of the recurrence
-#define HELPERS (ALONE && DK <= 128 ? 6 : 4)          // warps beside them
+#define HELPERS (ALONE && DK <= 128 ? 6 : 4)          // the other warps
 #define HELD (DK <= 128 && !ALONE)                  // matrices that are saved in registers
 #define SHARE (CHUNK / HELPERS / 2)                 // rows of a chunk that 16 lanes read
 #define GATED (ALONE ? 1 : 2)                       // rows whose gates a warp reads
-#define APPLIED (DK <= 128 && !ALONE ? 4 : 1)       // committed rows that are read together
+#define APPLIED (DK <= 128 && !ALONE ? 4 : 1)       // committed rows read together
 #define LEAF 16                                     // a move: cuda_backend/tree_order.py
 #if NORM
 #define CLUSTER __cluster_dims__(1, 2, 1)
@@ -67,7 +67,7 @@ __device__ __forceinline__ u32 address_at(u32 address, u32 rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
-// Four floats to shared memory of the cluster, counted by a barrier that lies there.
+// Stores four floats to shared memory of a CTA of the cluster; a barrier there counts their arrival.
 __device__ __forceinline__ void send(u32 address, float4 v, u32 arrival) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
                  "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w)),
@@ -97,7 +97,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
       s64 tail_flip, float* raw_rows, const float* queries, const float* keys, const float* values, const float* gates,
       float4* spill, int shared_saved, int spilled, In z, const float* norm, float eps, Out out) {
     release_next();
-    if (!ALONE && blockIdx.z && (int)blockIdx.z >= step->runs) return;  // the first run, which each step has, does not wait for their number
+    if (!ALONE && blockIdx.z && (int)blockIdx.z >= step->runs) return;  // every step has a first run, which need not wait for the number of runs
     const Run& run = step->run[ALONE ? 0 : blockIdx.z];
     extern __shared__ __align__(16) float shared[];
     float* ks = shared;                      // [2][CHUNK][DK]
@@ -114,22 +114,22 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     const bool kept = ALONE || !run.kind, branches = !ALONE && run.branches;
 #if !ALONE
     const int state_from = run.from;
-    asm volatile("" ::"r"(state_from));  // read with the others, not after a branch that waits for them
+    asm volatile("" ::"r"(state_from));  // read together with the other fields, not after a branch that waits for these
 #else
     const int& state_from = run.from;
 #endif
     // a chunk is read in one phase, goes through the recurrence in the next and is finished in the one after
     const int chunks = ALONE ? 1 : (rows + CHUNK - 1) / CHUNK, phases = chunks ? chunks + 2 : 1;
-    const int chunk = ALONE || !chunks ? 1 : (rows + chunks - 1) / chunks;  // rows of each
+    const int chunk = ALONE || !chunks ? 1 : (rows + chunks - 1) / chunks;  // rows per chunk
     const DeltaRows now = {row_k + (s64)(1 - store) * MAX_DECODE_ROWS * Hk * DK,
                            row_change + (s64)(1 - store) * MAX_DECODE_ROWS * Hv * DV,
                            row_factor + (1 - store) * MAX_DECODE_ROWS * Hv};
     auto row_at = [&](int i) { return base + (branches ? order[i] : i); };
 #if NORM
-    float* others = (float*)(moves + MAX_DECODE_ROWS);  // [4][CHUNK / 2][WIDE]: of every other row, from the cluster's other CTA
+    float* others = (float*)(moves + MAX_DECODE_ROWS);  // [4][CHUNK / 2][WIDE]: of every second row, from the cluster's other CTA
     float* weights = others + 2 * CHUNK * WIDE;  // [2][CHUNK / 2][128]: norm * silu(z)
     const u32 arrivals = shared_address(weights + CHUNK * 128), rank = rank_in_cluster();  // [4], of outs
-    if (threadIdx.x == TEAM) {  // which expects the first bytes, before any thread has waited for another
+    if (threadIdx.x == TEAM) {  // expect the first bytes before any thread waits for another one
         for (int i = 0; i < 4; i++) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(arrivals + 8 * i) : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -137,15 +137,15 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 
-    if (threadIdx.x >= TEAM) {  // read rows of the next chunk and finish those of the last
+    if (threadIdx.x >= TEAM) {  // read rows of the next chunk, and finish rows of the preceding one
         const int thread = threadIdx.x - TEAM;
 #if NORM || ALONE
         const int warp = thread / 32;
 #endif
 #pragma unroll 1
         for (int c = 0; c < phases; c++) {
-            const int first = c * chunk, half = c % 2, n = min(chunk, rows - first);  // of the chunk that is read
-            const int last = first - 2 * chunk, last_n = c > 1 ? min(chunk, rows - last) : 0;  // of the chunk before the last
+            const int first = c * chunk, half = c % 2, n = min(chunk, rows - first);  // the chunk that is read
+            const int last = first - 2 * chunk, last_n = c > 1 ? min(chunk, rows - last) : 0;  // the chunk that is finished
 #if !ALONE
             const int part = lane % 16;
             float4 key[SHARE][NJ], query[SHARE][NJ], value[SHARE];
@@ -165,7 +165,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             if (thread == 0 && (int)rank < n) expect(arrivals + c % 4 * 8, (n + 1 - (int)rank) / 2 * WIDE * 4);
             const int buffer = (c + 2) % 4 * CHUNK / 2;
 #pragma unroll 1
-            for (int j = thread / 16; 2 * j + 1 - (int)rank < last_n; j += HELPERS * 2) {  // first: the other CTA waits for all
+            for (int j = thread / 16; 2 * j + 1 - (int)rank < last_n; j += HELPERS * 2) {  // sent first: the other CTA waits for all of them
                 const int row = 2 * j + 1 - (int)rank, at = lane % 16 * 4;
                 send(address_at(shared_address(others + (buffer + j) * WIDE + at), 1 - rank),
                      *(const float4*)(outs + (half * CHUNK + row) * WIDE + at), address_at(arrivals + (c + 2) % 4 * 8, 1 - rank));
@@ -181,7 +181,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             }
 #if NORM
 #pragma unroll 1
-            for (int j = HELPERS - 1 - warp; 2 * j + (int)rank < last_n; j += HELPERS) {  // of the CTA's half of the rows
+            for (int j = HELPERS - 1 - warp; 2 * j + (int)rank < last_n; j += HELPERS) {  // the CTA's half of the rows
                 const float* from = others + (buffer + j) * WIDE;
                 if (lane / 16 == (int)rank) from = outs + (half * CHUNK + 2 * j + (int)rank) * WIDE;
                 wait_for(arrivals + (c + 2) % 4 * 8, (c - 2) / 4 % 2);
@@ -195,7 +195,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
                     e = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // columns that pad a row to a whole unit
                 }
             }
-            const int gated = ALONE ? c : c - 1;  // of the chunk where the recurrence is, or will be
+            const int gated = ALONE ? c : c - 1;  // the chunk of the recurrence, current or next
             const int gated_n = gated < 0 ? 0 : min(chunk, rows - gated * chunk), own = HELPERS - 1 - warp;
             if (2 * own + (int)rank < gated_n) {
                 const float4 w = *(const float4*)(norm + lane * 4);
@@ -282,7 +282,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     const DeltaRows old = {row_k + (s64)store * MAX_DECODE_ROWS * Hk * DK, row_change + (s64)store * MAX_DECODE_ROWS * Hv * DV,
                            row_factor + store * MAX_DECODE_ROWS * Hv};
     const float* from = matrix + state_from * flip + at;
-    auto next = [&] { return matrix + (step->run[ALONE ? 0 : blockIdx.z].from ^ 1) * flip + at; };  // the pair's other one
+    auto next = [&] { return matrix + (step->run[ALONE ? 0 : blockIdx.z].from ^ 1) * flip + at; };  // the other state of the pair
 
     float4 s[4][NJ], key[NJ];
     read_matrix(s, from, part, max(left, 1));

@@ -26,7 +26,7 @@ __device__ __forceinline__ void copy_matrix(float4 (&to)[4][NJ], const float4 (&
 #pragma unroll
         for (int j = 0; j < NJ; j++) to[c][j] = from[c][j];
 }
-// A row's change of a column, in two parts.
+// The change of a column by a row, in two parts.
 __device__ __forceinline__ void fade(float4 (&s)[NJ], float factor) {
 #pragma unroll
     for (int j = 0; j < NJ; j++) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ float sum_of_sixteen(float v) {
     for (int m = 8; m; m >>= 1) v += __shfl_xor_sync(FULL, v, m);
     return v;
 }
-// Sums over 16 lanes of the parts of four columns; a lane gets that of column part % 4.
+// Adds up the parts of four columns over 16 lanes; a lane gets the sum of column part % 4.
 __device__ __forceinline__ float sum_of_sixteen(const float (&v)[4], int part) {
     const bool odd = part & 1, second = part & 2;
     const float x = (odd ? v[1] : v[0]) + __shfl_xor_sync(FULL, odd ? v[0] : v[1], 1);
@@ -64,7 +64,7 @@ __device__ __forceinline__ float sum_of_sixteen(const float (&v)[4], int part) {
     sum += __shfl_xor_sync(FULL, sum, 4);
     return sum + __shfl_xor_sync(FULL, sum, 8);
 }
-// The matrix's four columns of a lane, `DK` apart; those beyond the last repeat it.
+// A lane's four columns of the matrix, `DK` apart; columns beyond the last one repeat it.
 __device__ __forceinline__ void read_matrix(float4 (&s)[4][NJ], const float* columns, int part, int left) {
 #pragma unroll
     for (int c = 0; c < 4; c++) read_fours(s[c], columns + min(c, left - 1) * DK, part);

@@ -1,22 +1,22 @@
-// delta_each: the delta rule for a row of each of many sequences, and with NORM the gated norm after it
+// delta_each: the delta rule for one row of each of many sequences, with NORM followed by the gated norm
 // Meaning   common/ops.py delta_mixer                     Launcher  cuda_backend/recurrent.py
 // In        queries, keys, values, gates: as prepare.cu writes them; z (T, Hv, DV); the state as delta.cu
 // Out       NORM: (T, Hv * 128) in the forms of store.cuh; else out.dense [T][Hv][DV] before the norm
 // Build     DK as delta.cu; NORM: with the gated norm, DV = 128; the names of store.cuh
-// Work      a CTA per value head and sequence: eight warps take 64 columns at a time, a warp eight of them as in delta.cu. The
-//           committed path is applied first and its result written beside the old matrix. The next columns are read while sums
-//           of these are added
-// Numbers   those of delta.cu: the same operations in the same order
-// Bound     bytes of the matrices, read and written once; a CTA waits for little but its matrix, because prepare.cu has convolved
+// Work      a CTA per value head and sequence: eight warps compute 64 columns at a time, eight per warp as in delta.cu. The
+//           committed path is applied first; the result does not overwrite the old matrix. The next columns are read while the sums
+//           of the current ones are added
+// Numbers   bitwise identical to delta.cu: the same operations in the same order
+// Bound     bytes of the matrices, read and written once; a CTA waits for little besides its matrix, because prepare.cu has convolved
 //           its row
-// Tried     ms of a step of 16 and of 64 sequences, variant against 6.86 and 17.78 (Qwen3.6-27B, one H200); docs/experiments/recurrent.md has
-//           more.
+// Tried     ms of a step of 16 and of 64 sequences, variant against 6.86 and 17.78 (Qwen3.6-27B, one H200); more in
+//           docs/experiments/recurrent.md.
 //           two CTAs per multiprocessor -> 6.95 and 17.98
 //           gates of the norm by a ninth warp -> 6.90 and 17.87 with two CTAs; three spill: 7.26 and 19.03
 
-#define COLUMNS 64  // that eight warps take at a time
+#define COLUMNS 64  // columns that eight warps compute at a time
 #if __CUDA_ARCH__ >= 1000
-#define CTAS (DK <= 128 ? 2 : 1)  // three would spill
+#define CTAS (DK <= 128 ? 2 : 1)  // three would spill registers
 #else
 #define CTAS (DK <= 128 ? 3 : 1)
 #endif

@@ -1,8 +1,9 @@
 // dense: y = x W' for a matrix of floats and any number of rows of x
 // Meaning   common/reference.py NumpyOps.linear, moe, embed   Launcher  cuda_backend/products.py
-// In        w [N][K] is the first of `of`, with EXPERTS each pair takes one from the table (matrices.cuh); x [T][K] float32; with `squares` x is multiplied by 1 / rms: linear.cu
+// In        w [N][K] is the first matrix of `of`; with EXPERTS each pair takes a matrix from the table (matrices.cuh); x [T][K] float32;
+//           with `squares` x is multiplied by 1 / rms: linear.cu
 // Out       out [T][N] float32, and zeros in further partial sums
-// Build     one of BF16, F16, F32; ROWS of x at a time, 1 or 2; EXPERTS for moe
+// Build     one of BF16, F16, F32; ROWS: rows of x at a time, 1 or 2; EXPERTS for moe
 // Work      a warp per row of w
 // Numbers   float32, in an order that depends on K alone
 // Bound     bytes of w up to 2 rows of x; more rows read w again from the cache

@@ -1,17 +1,17 @@
-// draw: a random token of each row, from logits on the device
+// draw: draws a random token for each row, from logits on the device
 // Meaning   common/sampling.py draw_weights, and Sampler.pick with them    Launcher  cuda_backend/sampling.py
 // In        logits [T][V] float32; best [T][pieces]: keys, of sample.cu; uniform [T]: 0 to 1
 // Scratch   probabilities [T][V]; with top-k or top-p, bins [T][2][BINS]: sums of probabilities and counts of tokens by the first bits of
 //           a logit's key, zero before `weigh`
 // Out       tokens [T] int32, -1 where a logit is NaN
-// Functions weigh, draw: all rows by the same parameters; weigh_each, draw_each: rows of several sequences, each by its Draw,
-//           which names its row of logits, best and tokens; probabilities and bins are those of the drawn rows alone
+// Functions weigh, draw: all rows have the same parameters; weigh_each, draw_each: rows of several sequences, each with its own Draw,
+//           which names its row of logits, best and tokens; probabilities and bins have places for the drawn rows only
 // Work      weigh: many CTAs per row, an exponential per token
 //           draw: a CTA per row. Rounds over 11, 11 and 10 bits of the keys find the smallest logit that top-k and top-p keep.
 //           Then each warp adds the probabilities of 1/32 of the tokens, the random number selects a warp, and so on to one token
 // Numbers   exponentials in float64, equal to the host's up to the last bit; integer sums, which do not depend on the order
 // Assumes   V below 2^23
-// Bound     what one CTA reads: 12 V bytes, and 4 V for each round but the first of top-k, and of top-p
+// Bound     bytes that one CTA reads: 12 V, and 4 V for each round except the first of top-k, and of top-p
 // Tried     one load in flight per thread -> 206 us for a row of 248,320 logits with top-k 40, against 150 with eight in flight
 //             (H200)
 
@@ -73,7 +73,7 @@ struct Cut {
     u64 ties, probability, above;
 };
 struct Shared {
-    u64 bins[2][BINS], sums[2][32];  // of probabilities, of tokens
+    u64 bins[2][BINS], sums[2][32];  // sums of probabilities, counts of tokens
 };
 
 __device__ __forceinline__ void sum_by_warp(Shared& shared, u64 a, u64 b) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void sum_by_warp(Shared& shared, u64 a, u64 b) {
 
 // The shortest prefix whose probabilities (of 0) or tokens (of 1) reach `need`, which all tokens together reach.
 __device__ Cut cut_at(u64 need, int of, const float* logits, const u64* probabilities, int V, const u64* bins, Shared& shared) {
-    u64 above = 0, sought = 0, key = 0;  // of larger keys: probabilities, and what `need` counts
+    u64 above = 0, sought = 0, key = 0;  // of larger keys: probabilities, and probabilities or tokens as `need`
     for (int high = 32, low = 21;; high = low, low = low == 21 ? 10 : 0) {
         for (int i = threadIdx.x; i < BINS; i += 1024)
             for (int j = 0; j < 2; j++) shared.bins[j][i] = high == 32 ? bins[j * BINS + i] : 0;
@@ -159,7 +159,7 @@ __device__ __forceinline__ void draw_row(const float* logits, int V, const u64* 
         u64 all = 0, count = 0;
         for (int i = 0; i < 32; i++) all += shared.sums[0][i], count += shared.sums[1][i];
 #pragma unroll 1
-        for (int of = 1; of >= 0; of--) {  // by tokens, then by their probabilities
+        for (int of = 1; of >= 0; of--) {  // by number of tokens, then by their probabilities
             if (of ? !how.top_k() || how.top_k() >= count : how.top_p() >= 1.0) continue;
             const u64 need = of ? how.top_k() : max((u64)1, min(all, (u64)ceil(how.top_p() * (double)all)));
             cut = cut_at(need, of, logits, probabilities, V, bins, shared);

@@ -1,5 +1,5 @@
-// encode: rows of a cache, written by a warp that holds four values per lane, in the order of common/kv_formats.py: the
-// codes are NumPy's, bit for bit
+// encode: writes rows of a cache, by a warp that holds four values per lane, in the order of operations of common/kv_formats.py, so
+// that codes are bitwise identical to NumPy's
 
 __device__ __forceinline__ float largest_half(float x) { return fminf(fmaxf(x, -65504.0f), 65504.0f); }
 __device__ __forceinline__ u16 scale_half(float x) { return to_half(x != x ? x : largest_half(x)); }
@@ -8,7 +8,7 @@ __device__ __forceinline__ float inverse_of(float d) {
     return d == 0.0f || fabsf(i) > 3.402823466e38f ? 0.0f : i;
 }
 
-// The square root of a group's sum of squares, which every lane gets; added as common/kv_formats.py `norms`.
+// The square root of a group's sum of squares, in every lane; added in the order of common/kv_formats.py `norms`.
 template <int GROUP>
 __device__ __forceinline__ float norm_of(float4 v) {
     const float a = v.x * v.x, b = v.y * v.y, c = v.z * v.z, d = v.w * v.w;
@@ -50,8 +50,8 @@ __device__ __forceinline__ void write_lloyd_max(u8* to, int lane, float4 v, bool
     }
 }
 
-// A group of keys: its norm, that of the residual of its unit vector, three-bit codes, and a bit for each number of the
-// projected residual that is not below 0.
+// Encodes a group of keys: its norm, the norm of its unit vector's residual, three-bit codes, and for each number of the projected
+// residual a bit that is set if the number is not below 0.
 template <int GROUP>
 __device__ __forceinline__ void write_turboquant(u8* to, int lane, float4 v, bool ours) {
     lane %= GROUP / 4;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void write_turboquant(u8* to, int lane, float4 v, boo
     if (lane % 2 == 0) to[4 + GROUP / 4 + lane / 2] = high, to[4 + GROUP / 8 * 3 + lane / 2] = signs;
 }
 
-// A block of 32 values of ggml's formats, by eight lanes.
+// Encodes a block of 32 values in one of ggml's formats, by eight lanes.
 template <Format F>
 __device__ __forceinline__ void write_ggml(u8* to, int lane, float4 v, bool ours) {
     lane %= 8;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void write_ggml(u8* to, int lane, float4 v, bool ours
     }
     const float half = has_low ? 0.5f : five ? 16.5f : 8.5f, most = five ? 31.0f : 15.0f;
     const float e[4] = {v.x, v.y, v.z, v.w};
-    u32 codes = 0, fifth = 0;  // a byte each; a bit each
+    u32 codes = 0, fifth = 0;  // a byte per code; a bit per code
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const u32 code = (u32)fminf((e[i] - from) * by + half, most);
@@ -128,7 +128,7 @@ __device__ __forceinline__ void write_ggml(u8* to, int lane, float4 v, bool ours
     if (lane < 4) out += scale_bytes(F) / 2 + five * 2, out[lane * 2] = codes, out[lane * 2 + 1] = codes >> 16;
 }
 
-// Values 128 * chunk + 4 * lane and the three after it of a row of `WIDE`; lanes whose values lie beyond WIDE hold zeros.
+// Writes values 128 * chunk + 4 * lane and the three after it of a row of `WIDE`; lanes beyond WIDE hold zeros.
 template <Format F, int WIDE>
 __device__ __forceinline__ void write_row(u8* row, int chunk, int lane, float4 v) {
     const int d = chunk * 128 + lane * 4;

@@ -1,16 +1,16 @@
 // entropy: the best token of each row except `excluded`, and the entropy of its softmax without it; a NaN in the row gives -1
 // Meaning   common/sampling.py argmax_entropy; of equal logits the smaller id   Launcher  cuda_backend/sampling.py
 // In        logits [T][V] float32; `excluded`, an id
-// Out       ids [T] int32, entropies [T] float32 in nats; both also in memory of the host, ids first
+// Out       ids [T] int32, entropies [T] float32 in nats; both also in host memory, ids first
 // Work      partial: `pieces` CTAs per row; each finds the best key of its piece and, with its maximum m, the sums of e^(x - m) and
 //           of (x - m) e^(x - m). final: a warp per row rescales the pieces to one maximum and adds them
-// Assumes   at most THREADS * OWN logits of a CTA
+// Assumes   at most THREADS * OWN logits per CTA
 // Numbers   H = log S - W / S with S >= 1 and W <= 0: both terms are positive, so that nothing cancels; a fixed order of sums
 // Bound     bytes of logits
 // Tried     nothing on record
 
 #define THREADS 256
-#define OWN 16   // logits of a thread
+#define OWN 16   // logits per thread
 
 // Rescales sums of exponentials to a maximum that is larger by d.
 __device__ __forceinline__ float2 lowered(float2 sums, float d) {

@@ -1,4 +1,4 @@
-// exact: the tokens of a compressed cache that attention reads as float16 beside the codes, and the statistics that
+// exact: the tokens of a compressed cache that attention reads as float16, not as codes, and the statistics that
 // equalise keys before they are encoded
 // Meaning   common/reference_packed.py NumpyPacked
 // Build     EXACT: the cache has such rows
@@ -7,14 +7,14 @@
 #define EXACT 0
 #endif
 
-// A row at position p reads a token before `first` or after p - `recent` from `keys` and `values`, others from codes.
+// A row at position p reads tokens before `first` or after p - `recent` from `keys` and `values`, other tokens from codes.
 struct Exact {
-    Plane keys, values;        // float16; values rotated where the codes are. With `mean` a query follows each head's key, K heads on
-    u16* q;                    // [T][H][D] float16; products with codes take q times `scale`, rotated
-    float* shift;              // [T][H] q times `mean`, which belongs to every product with a code
-    const float *mean, *scale; // [K][D] of each channel of the keys; null: keys are encoded as they are
-    const int* positions;      // [T] of the rows of the step
-    int own, slots, first, recent;  // elements from the statistics of a row, and of a slot, to the next; 0: they are shared
+    Plane keys, values;        // float16; values rotated if their codes are. With `mean`, heads K to 2 K - 1 of keys are queries
+    u16* q;                    // [T][H][D] float16; products with codes read q times `scale`, rotated
+    float* shift;              // [T][H] q times `mean`, a term of every product with a code
+    const float *mean, *scale; // [K][D], of each channel of the keys; null: keys are encoded unchanged
+    const int* positions;      // [T], of the rows of the step
+    int own, slots, first, recent;  // elements from a row's statistics, and from a slot's, to the next; 0: they are shared
 };
 // Offset of the statistics of row t of a sequence.
 __device__ __forceinline__ s64 statistics_of(const Exact& exact, int t, int slot) { return (s64)t * exact.own + (s64)slot * exact.slots; }

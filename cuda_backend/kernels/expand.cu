@@ -1,8 +1,8 @@
-// expand: decodes a quantized matrix: in half precision for prefill (prelude.cuh to_product), in float32 for embedding rows
+// expand: decodes a quantized matrix, to half precision for prefill (prelude.cuh to_product), to float32 for embedding rows
 // Meaning   common/quants.py dequantize; NumpyOps.embed      Launcher  cuda_backend/gemm.py
 // In        units of tile.cuh, as repack.cu writes them       Out       [n][K]
 // Build     one type of tile.cuh
-// Work      a warp per tile; embed: a warp per KBLOCK columns of a token's row, a lane for four of them and those 16 on
+// Work      a warp per tile; embed: a warp per KBLOCK columns of a token's row, a lane for four columns and for the four 16 further on
 // Numbers   float32, rounded once to the type that cuBLAS multiplies
 // Bound     bytes written
 // Tried     embed by a warp that unpacks all 16 rows of a tile -> 4.0 us against 1.5: a kernel that runs once waits for its code
@@ -51,7 +51,7 @@ extern "C" __global__ void embed(const u8* units, int rows, int K, int k_blocks,
     const int lane = threadIdx.x, t = blockIdx.y, k_block = blockIdx.x;
     const int token = min(max(tokens[t], 0), rows - 1), t16 = token / 16, row = token % 16;
     const u8* tile = units + ((s64)(t16 / 8) * k_blocks + k_block) * UNIT_BYTES + t16 % 8 * TILE_BYTES;
-    const int j = lane / 4;  // of the lanes that own the row, for 32 columns each
+    const int j = lane / 4;  // index among the lanes that own the row, 32 columns each
     if (j >= KBLOCK / 32) return;
     const Scales scales(tile, row, j / 4, row < 8 ? SHIFT : SHIFT_HIGH);
     u32 a[4];

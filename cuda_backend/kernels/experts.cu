@@ -1,11 +1,11 @@
-// experts: y = x W' where each row has its own matrix of a stack: experts, or the heads of latent attention
+// experts: y = x W' in which each row has its own matrix of a stack: an expert's, or that of a head of latent attention
 // Meaning   common/reference.py NumpyOps.moe, head_linear   Launcher  cuda_backend/expert_products.py
 // In        of      the matrices, units of tile.cuh: matrices.cuh
-//           x       packed rows, not interleaved (store.cuh, cols = 1), perhaps of a norm without its factor: linear.cu
+//           x       packed rows, not interleaved (store.cuh, cols = 1), perhaps of a deferred norm: linear.cu
 //           groups  their number, then (matrix, first, rows, 0) of at most COLS rows each
-//           order   pairs (row, matrix) sorted by matrix; pair p has row p / x_divisor of x (moe.cu group)
+//           order   numbers of (row, matrix) pairs, sorted by matrix; pair p has row p / x_divisor of x (moe.cu group)
 // Out       out [part][pair][N] float32, to be added in the order of the parts
-// Build     one type of tile.cuh; COLS 8 (steps) or 32 (prefill); STAGES; BLOCKS of a multiprocessor; CP_ASYNC to
+// Build     one type of tile.cuh; COLS 8 (decode) or 32 (prefill); STAGES; BLOCKS per multiprocessor; CP_ASYNC to
 //           force the sm_80 ring
 // Work      256 threads multiply, one 16-row tile per warp; warp 8 loads units to a ring and gathers the rows of x.
 //           each CTA computes items (group, row block, part of k), gridDim.x apart
@@ -22,10 +22,10 @@
 #define XBYTES (HALVES * 160)  // of which it fills
 #define STAGE (UNIT_BYTES + COLS * XROW)
 
-// A unit of gathered rows, each packed for itself: store.cuh.
+// A unit of gathered rows, each packed separately: store.cuh.
 struct GatheredRows {
     const u8* from;
-    int row, t;  // of a lane
+    int row, t;  // of the lane
     __device__ __forceinline__ uint4 codes(int half, int pair, int n) const {
         return *(const uint4*)(from + (n * 8 + row) * XROW + half * (WHOLE ? 128 : 160) + pair * 64 + t * 16);
     }
@@ -44,7 +44,7 @@ struct GatheredRows {
 #endif
 };
 
-// An item: `units` of k from first_k of row block `row_block` of matrix `group.x`.
+// An item: `units` units along k, from first_k on, in row block `row_block` of matrix `group.x`.
 struct Item {
     int4 group;
     int part, row_block, first_k, units;

@@ -6,7 +6,7 @@
 #endif
 #define TILE_POSITIONS 64  // fixed and ring are multiples of it
 
-#if __CUDA_ARCH__ < 800  // copies are done when they return
+#if __CUDA_ARCH__ < 800  // copies are complete when they return
 __device__ __forceinline__ void copy16(u32 to, const u16* from) { store_16(to, __ldcg((const uint4*)from)); }
 __device__ __forceinline__ void commit() {}
 template <int N>
@@ -19,7 +19,7 @@ __device__ __forceinline__ void copy16(u32 to, const u16* from) {
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
-__device__ __forceinline__ void wait_all_but() {  // groups of this thread's copies, and for the block
+__device__ __forceinline__ void wait_all_but() {  // waits for groups of this thread's copies, and for the block
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
     __syncthreads();
 }
@@ -63,10 +63,10 @@ __device__ __forceinline__ int group_of(int position) {
     return (position >> bits) + more;
 }
 
-// Places for the pieces of a window, which it touches at most two more of than fit it: a power of 2.
+// Places for the pieces of a window: a power of 2. A window touches at most two pieces more than fit into it.
 __device__ __forceinline__ int piece_turns(int pieces) { return 1 << 32 - __clz(pieces + 1); }
 
-#define MOST_SINGLE 256  // tiles that are pieces by themselves; also in cuda_backend/layout.py
+#define MOST_SINGLE 256  // most tiles that are pieces by themselves; also in cuda_backend/layout.py
 
 // The pieces of visible positions that split.cu computes separately, in the order of positions, and the places of their sums
 // (cuda_backend/layout.py piece_places). Tiles of committed positions alone are cut into groups, or into tiles where there
@@ -101,7 +101,7 @@ struct Pieces {
     __device__ int begin(int piece) const { return single ? piece << bits : even ? piece << group_bits : group_begin(piece); }
     __device__ int stop(int piece) const { return min(begin(piece + 1), tail); }
     __device__ int operator[](int i) const { return i < kept ? i : first + i - kept; }
-    __device__ int place(int i) const {  // of piece number i; tails follow
+    __device__ int place(int i) const {  // place of piece number i; tails follow
         if (i >= count) return trunk + i - count;
         return i < kept || !turns ? (*this)[i] : kept + ((*this)[i] & turns - 1);
     }
@@ -111,10 +111,10 @@ struct Pieces {
         if (position > tail) return count + min(tails, (position - tail) >> bits);
         return min(count, n < kept ? n : max(kept, n - first + kept));
     }
-    // Positions of piece number i, or of a tail.
+    // The positions of piece number i, or of a tail.
     __device__ int from(int i) const { return i < count ? begin((*this)[i]) : tail + (i - count << bits); }
     __device__ int to(int i) const { return i < count ? stop((*this)[i]) : from(i) + (1 << bits); }
-    __device__ int group(int i) const {  // of piece number i
+    __device__ int group(int i) const {  // group of piece number i
         if (i < count && !single) return (*this)[i];
         const int position = i < count ? (*this)[i] << bits : tail + (i - count << bits);
         return even ? position >> group_bits : group_of(position);
@@ -125,7 +125,7 @@ struct Pieces {
 // of piece `resumed` (-1: none), the tiles before position `until`, after which split.cu continues.
 struct WideTiles {
     int first, whole, resumed, until;
-    // sinks, recent  of exact.cuh, or 0
+    // sinks, recent: `first` and `recent` of exact.cuh, or 0
     __device__ void find(const Pieces& pieces, int past, int sinks, int recent) {
         first = sinks ? pieces.of(sinks - 1) + 1 : 0;
         until = min(max(past - recent + 1, 0) >> pieces.bits << pieces.bits, pieces.tail);
@@ -136,7 +136,7 @@ struct WideTiles {
     __device__ int count() const { return whole + (resumed >= 0); }
 };
 
-// A factor 2^x of a whole x of at most 0, exact, so that sums do not depend on when they were scaled; 0 where x is -inf
+// The exact factor 2^x of an integer x of at most 0, so that sums do not depend on when they were scaled; 0 if x is -inf
 // or not a number.
 __device__ __forceinline__ float power(float x) { return x >= -126.0f ? __int_as_float((int)x + 127 << 23) : 0.0f; }
 
@@ -155,7 +155,7 @@ __device__ __forceinline__ Part part_of(const StepState* step, int group, int si
         const int shares = all / blocks;
         return {n < shares * blocks ? 0 : -1, n % blocks, blocks, n / blocks, shares};
     }
-    int blocks[2], tiles[2], shares[2], sum = 0, work = 0, mine = 0;  // of two runs
+    int blocks[2], tiles[2], shares[2], sum = 0, work = 0, mine = 0;  // for two runs
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         const bool real = 2 * lane + j < runs;
@@ -202,7 +202,7 @@ struct Mask {
         for (int m = 16; m; m >>= 1) l = min(l, __shfl_xor_sync(FULL, l, m));
         return l;
     }
-    // The rows of the run that row t of a tree sees.
+    // The number of rows of the run that row t of a tree sees.
     __device__ int seen(int t) const {
         int n = 0;
         for (int w = 0; w < ROW_WORDS; w++) n += __popc(sight[t][w]);

@@ -8,7 +8,7 @@
 enum Format { F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, LM2, LM3, LM4, TQ3_0, TURBOQUANT };
 
 #ifndef KEYS
-#define PLAIN_FLOAT16  // no format was given
+#define PLAIN_FLOAT16  // no format is defined
 #define KEYS F16
 #endif
 #ifndef VALUES
@@ -23,7 +23,7 @@ enum Format { F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, LM2, LM3, LM4, TQ3_0, TUR
 
 #define PACKED (KEYS != F16 || VALUES != F16)  // else attention reads float16 as stored
 
-// Values of a head that are rotated together, and share a scale where codes are Lloyd-Max.
+// Values of a head that are rotated together, and share a scale if codes are Lloyd-Max.
 __device__ constexpr int wht_group(int WIDE) { return WIDE % 128 == 0 ? 128 : WIDE % 64 == 0 ? 64 : 32; }
 __device__ constexpr bool is_lloyd_max(Format f) { return f >= LM2 && f <= TQ3_0; }
 __device__ constexpr int code_bits(Format f) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ float4 rotated_back(float4 v, int lane) {
     return make_float4(v.x * root_of(GROUP), v.y * root_of(GROUP), v.z * root_of(GROUP), v.w * root_of(GROUP));
 }
 
-// The rotation of a residual, and back: the same transform between other signs.
+// The rotation of a residual, and its inverse: the same transform between other signs.
 #define THIRD_SIGNS 0x693a565eu, 0x25622d30u, 0x0243e607u, 0xfec58bdau
 #define FOURTH_SIGNS 0x3d172324u, 0x203007cbu, 0x9540a34bu, 0x856b1126u
 template <int GROUP>
@@ -146,7 +146,7 @@ __device__ constexpr u32 half_bits(double x) {
     if (m - r > 0.5 || (m - r == 0.5 && r % 2)) r++;
     return sign | ((u32)e << 10) + r;
 }
-// Byte `high` of the float16 of centroids first to first + 3.
+// Byte `high` of each of centroids first to first + 3 as float16.
 template <Format F, int GROUP>
 __device__ constexpr u32 table_bytes(int first, bool high) {
     const Codes<F, GROUP> table;

@@ -1,6 +1,6 @@
 // head: loads one head of an activation to shared memory, and applies norm and rope, for `heads` and `heads_to_cache`
 
-// One head into `v` (shared memory, room for a multiple of 4): RMS norm, weight, rope, each where requested. One warp.
+// Loads one head into `v` (shared memory, room for a multiple of 4) and applies RMS norm, weight and rope if requested. One warp.
 __device__ __forceinline__ void head_into(float* v, const In& x, int t, int head, int D, bool norm, const float* weight,
                                           float eps, const Rope& rope) {
     const int lane = threadIdx.x % 32;
@@ -25,7 +25,7 @@ __device__ __forceinline__ void head_into(float* v, const In& x, int t, int head
     __syncwarp();
 #pragma unroll 1
     for (int i = lane; i < rope.pairs; i += 32) {
-        double turns = rope.positions[t] * rope.frequencies[i] * 0.15915494309189535;  // in double: positions beyond 1e5
+        double turns = rope.positions[t] * rope.frequencies[i] * 0.15915494309189535;  // in double, for positions beyond 1e5
         float s, c;
         sincospif((float)(2.0 * (turns - rint(turns))), &s, &c);
         const float a = v[i], b = v[i + rope.pairs];

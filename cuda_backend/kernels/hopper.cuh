@@ -1,10 +1,10 @@
-// hopper: instructions of compute capability 9.0 alone (sm_90a): products of a warp group, 128 threads, whose operands lie in
-// shared memory in blocks of 128 bytes of each row. Of row r the 16 bytes number c lie at place c ^ r % 8 (128-byte swizzle), so
-// that neither products nor copies meet a bank twice; a block begins at a multiple of 1024 bytes.
+// hopper: instructions that only compute capability 9.0 has (sm_90a): products of a warp group, 128 threads, whose operands lie in
+// shared memory in blocks of 128 bytes of each row. Chunk c (16 bytes) of row r lies at place c ^ r % 8 (128-byte swizzle), so
+// that neither products nor copies have bank conflicts; a block begins at a multiple of 1024 bytes.
 
 __device__ __forceinline__ u32 swizzled(int row, int chunk) { return row * 128 + (chunk ^ row % 8) * 16; }  // in a block, bytes
 
-// The first word of an operand's descriptor, for its shared address; `bytes` on, it is this plus bytes / 16.
+// The first word of the descriptor of an operand at a shared address; `bytes` further on, the word is larger by bytes / 16.
 __device__ __forceinline__ u32 operand(u32 at) { return at >> 4 | 1 << 16; }
 #define OPERAND(word) ((u64)(64 | 1 << 30) << 32 | (word))  // rows of 128 bytes, 8 of them after 1024 bytes
 #define EIGHT(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -12,8 +12,8 @@ __device__ __forceinline__ u32 operand(u32 at) { return at >> 4 | 1 << 16; }
     "{ .reg .pred p; setp.ne.b32 p, " adds ", 0; wgmma.mma_async.sync.aligned.m64n" n "k16.f32.f16.f16 {" registers "}, " \
     a ", " b ", p, 1, 1, " transposed ", 0; }"
 #define OPERANDS "l"(OPERAND(a)), "l"(OPERAND(b)), "r"((int)adds), "n"(TRANSPOSED)
-// d (64 x N) = a b, or d + a b, of 16 columns of a and rows of b. In shared memory are a [64][16], or with TRANSPOSED [16][64], and
-// b [N][16]. Thread (warp w of the group, lane 4 g + t) has of block j of 8 columns d[4 j + 2 h + e]: row 16 w + g + 8 h, column
+// d (64 x N) = a b, or d + a b, with k = 16. Shared memory has a [64][16], or with TRANSPOSED [16][64], and b [N][16]. For block j of
+// 8 columns, the thread of lane 4 g + t in warp w of the group has d[4 j + 2 h + e]: row 16 w + g + 8 h, column
 // 8 j + 2 t + e.
 template <int N, int TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u32 a, u32 b, bool adds) {
@@ -30,28 +30,28 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], u32 a, u32 b, bool adds
                      : EIGHT(0), EIGHT(8), EIGHT(16)
                      : OPERANDS);
 }
-// Around products: registers and shared memory are as the thread sees them; what was issued is a group; all groups but N are done.
+// Before products: makes the thread's registers visible; after them: closes a group; then waits for all groups but the last N.
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// 2^x for float16: where exp2f would scale x, the result is 0.
+// 2^x for float16: for an x that exp2f would scale, the result is 0.
 __device__ __forceinline__ float exp2_for_half(float x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
 }
-// Products see what this thread has written to shared memory.
+// Makes what this thread has written to shared memory visible to products.
 __device__ __forceinline__ void show_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Of the thread's copies all but the last N groups have landed.
+// Waits for the thread's copies, all but the last N groups.
 template <int N>
 __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
-// The 128 threads that name barrier `id`, 1 to 15.
+// Synchronizes the 128 threads that name barrier `id`, 1 to 15.
 __device__ __forceinline__ void group_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
-// Registers of a thread of the warp group, from now on.
+// Sets the number of registers per thread of the warp group.
 template <int N>
 __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));

@@ -2,8 +2,8 @@
 // Meaning   common/reference.py NumpyOps.latent_attention, expanded_attention   Launcher  cuda_backend/latent.py
 // In        cache [capacity][W] float16: the latent padded to R, then the roped key padded to W - R; q [T][H][W] float16 in the
 //           same layout. gather writes both                  Out  sums and stats of pieces.cu, sums [place][T][H][R]
-// Build     APART: latents have a plane of their own, in the format KEYS of formats.cuh; R, W: multiples of 16; TILE: positions of a tile, 32 or 64; BUFFERS: of 32 positions in shared memory, 2 to 5;
-//           WINDOWED, 0: flash.cuh; ALONE: split.cu
+// Build     APART: latents have their own plane, in the format KEYS of formats.cuh; R, W: multiples of 16; TILE: positions of a tile, 32
+//           or 64; BUFFERS: number of buffers of 32 positions in shared memory, 2 to 5; WINDOWED, 0: flash.cuh; ALONE: split.cu
 // Work      split: 32 rows (t, head) per CTA of 8 warps, the past is divided into pieces of equal length. q stays in registers. For
 //           the products of a tile with q, a warp takes a quarter of the channels and half of the positions; eight lanes compute the
 //           softmax of a row; for the output a warp takes an eighth of the latent's columns of all rows. Tiles with rows of the
@@ -11,7 +11,7 @@
 //           whole_rows, spread: for prefill, which expands a range of positions to keys and values of every head and attends to it
 //           before it expands the next one (attention.cu part)
 // Numbers   as split.cu: a row of a tree is bitwise identical to the row of plain decoding
-// Bound     bytes of the cache; from about eight rows on the tensor cores
+// Bound     bytes of the cache; from about eight rows on, tensor cores
 // Tried     variant against the kernel of that time (GLM-4.7-Flash, one row, context of 32,768, one H200).
 //           16 warps -> 223 tok/s against 239: a third more instructions per tile
 //           q loaded from global memory to registers -> 17 % of the samples of a profile: 36 loads of 4 bytes per lane
@@ -25,8 +25,8 @@
 #define LOAD 32  // positions of a buffer
 #define LOADS (TILE / LOAD)
 #define ROWS 32
-#define STEPS ((W / 16 + 3) / 4)  // of 16 channels, per warp
-#define COLUMNS ((R / 8 + 15) / 16 * 16)  // of the latent per warp
+#define STEPS ((W / 16 + 3) / 4)  // steps of 16 channels per warp
+#define COLUMNS ((R / 8 + 15) / 16 * 16)  // columns of the latent per warp
 #define SCORES (TILE + 8)
 
 #ifndef APART
@@ -36,7 +36,7 @@
 #define ALONE 0
 #endif
 
-// A row of W by eight threads, a line of it at a time.
+// Copies a row of W values by eight threads, a line at a time.
 __device__ __forceinline__ void load_row(u16* buffer, const u16* from) {
     const u32 to = shared_address(buffer + threadIdx.x / 8 * STRIDE + threadIdx.x % 8 * 8);
     from += threadIdx.x % 8 * 8;
@@ -70,7 +70,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     __shared__ u8 line[MAX_DECODE_ROWS];  // the rows of the step that a tree's row sees, in the order of their positions
     __shared__ Pieces pieces;
     __shared__ int tails;
-    __shared__ volatile float2 factors[ROWS];  // of what a row has so far and of a tile; read as they are used, for registers
+    __shared__ volatile float2 factors[ROWS];  // factors of a row's sums so far and of a tile; read at each use, to spare registers
     u16 *buffers = shared, *ps = buffers + BUFFERS * LOAD * STRIDE;  // ps: the probabilities
     float *scores = (float*)(ps + ROWS * (TILE + 8));
     const float lowest = -__int_as_float(0x7f800000);
@@ -88,7 +88,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     if (own.run < 0) return;
 #endif
     __shared__ HeadRows planes[2], own_planes[2];  // latents, or whole rows, and roped keys; for tails, whose pages are read before the wait
-    __shared__ int own_pages[2];                   // the first and the last
+    __shared__ int own_pages[2];                   // the first and the last page
     __shared__ int ctas, first_job, first_row, end_row;  // CTAs of the run, and this one's first tile after the trunk; rows of a tile
     const int parts = (H + ROWS - 1) / ROWS;
     if (threadIdx.x == 0) {
@@ -107,7 +107,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     }
     __syncthreads();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = warp % 4, half = warp / 4, mine = threadIdx.x / 8;
-    // first the pieces that begin within a share of the trunk, then tiles of the tail, of a block of rows or of a tree's row
+    // first the pieces that begin within this share of the trunk, then tiles of the tail, for a block of rows or for one row of a tree
     for (int job = -1; job < tails; job = job < 0 ? first_job : job + ctas) {
         const Run& run = step->run[own.run];
         const Mask mask(step, run, first_of_run, positions, 0, 0, 0, first_t, T);  // read again, to save registers
@@ -276,16 +276,16 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     }
 }
 
-struct Turn {  // a rope, as rows.cu has it
+struct Turn {  // a rope, as in rows.cu
     const double* frequencies;  // radians per position
     const int* positions;
     int pairs;
     float magnitude;
 };
 
-// q as float16: `main` channels as they are, zeros up to `at`, then the roped ones, zeros up to `wide`; and the row of the
-// cache, whose latent is normed first where `normed`. A block per (t, head), a thread per channel; head H is the
-// cache's. Rope's pairs are half-split; their sine and cosine are computed before the channels arrive.
+// Writes q as float16: `main` channels unchanged, zeros up to `at`, then the roped channels, zeros up to `wide`; and the row of the
+// cache, whose latent is normed first if `normed`. A block per (t, head), a thread per channel; head H is the row of the
+// cache. Rope pairs are half-split; their sine and cosine are computed before the channels arrive.
 extern "C" __global__ void __launch_bounds__(1024)
 gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, int P, int wide, Turn q_turn, Turn k_turn, int normed,
        const float* weight, float eps, int latent_dim, const StepState* step, u16* q_out, int rotates, Plane cache, Plane roped) {
@@ -371,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(256) whole_rows(Plane cache, Plane 
 #endif
 }
 
-// The roped keys of n rows of the cache as channels N.. of every head's keys [H][capacity][wide], zeros after them.
+// Copies the roped keys of n rows of the cache to channels N and on of every head's keys [H][capacity][wide], followed by zeros.
 extern "C" __global__ void spread(Plane cache, int n, int N, int P, int wide, Plane keys) {
     begin();
     const int i = blockIdx.x * blockDim.x + threadIdx.x, row = i / (wide - N), column = i % (wide - N);
@@ -380,7 +380,7 @@ extern "C" __global__ void spread(Plane cache, int n, int N, int P, int wide, Pl
     to[N + column] = column < P ? ((const u16*)cache.rows)[(s64)row * W + R + column] : 0;
 }
 
-// Matrices [H][rows][K] as float16 [H][rows][K]; those of `from` lie `stride` elements apart. type: 0 F32, 1 F16, 2 BF16
+// Converts matrices [H][rows][K], `stride` elements apart in `from`, to float16 [H][rows][K]. type: 0 F32, 1 F16, 2 BF16
 extern "C" __global__ void halves(const void* from, int type, s64 stride, s64 n, u16* to) {
     begin();
     const s64 first = blockIdx.y * stride;

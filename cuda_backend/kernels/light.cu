@@ -5,10 +5,10 @@
 // Out       as rows.cu (store.cuh)
 // Build     the macros of sums.cuh and of store.cuh
 // Work      a lane per four columns, so that many multiprocessors add partial sums. Inputs that no step writes are loaded before
-//           the wait for the previous kernel. The code is short, because loading instructions takes much of the 2 us of a kernel
+//           the wait for the previous kernel. The code is short, because loading instructions takes much of a kernel's 2 us
 // Bound     launches
 // Tried     variant against the kernel of that time (Qwen3.6-27B, one H200); docs/experiments/steps.md has more.
-//           norms by one CTA of 256 threads per row -> 14.7 us against 2.9: one multiprocessor adds up to nine partial sums in turn
+//           norms by one CTA of 256 threads per row -> 14.7 us against 2.9: one multiprocessor adds up to nine partial sums one after another
 //           ten partial sums in flight instead of eight -> 5.98 ms against 5.92 a step: longer code
 //           two rows per CTA -> 1 us longer; eight rows 6 us: one multiprocessor adds them up
 //           128 lanes per CTA from 8 rows on -> SwiGLU 4.0 us against 3.8 at 16 rows, 5.6 against 4.7 at 64
@@ -40,7 +40,7 @@ add_scale(In x, In y, const float* weight, float* sum, float* squares, Out out) 
     }
 }
 
-// Two rows joined; y may lie in heads.
+// Joins two rows; y may consist of heads.
 extern "C" __global__ void __launch_bounds__(64, 1) swiglu(In x, In y, Out out) {
     begin();
     const int k = (blockIdx.x * 64 + threadIdx.x) * 4, t = blockIdx.y, at = min(k, out.K - 4);
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(64, 1) mul_sigmoid(In x, In y, Out 
     store_four(out, t, k, v);
 }
 
-// gated_rms_norm of heads of 128, a warp each.
+// gated_rms_norm of heads of 128, one warp per head.
 extern "C" __global__ void __launch_bounds__(64, 1) gated_norm(In x, int H, int T, const float* weight, float eps, In z, Out out) {
     release_next();
     const int at = blockIdx.x * 2 + threadIdx.x / 32, t = at / H, head = at % H, d = threadIdx.x % 32 * 4;

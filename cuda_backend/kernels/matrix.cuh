@@ -1,4 +1,4 @@
-// matrix: the parameters of linear.cu: those of each matrix, and those of the launch
+// matrix: the parameters of linear.cu, for each matrix and for the launch
 
 struct Matrix {
     const u8* w;  // units of tile.cuh
@@ -17,7 +17,7 @@ struct Rows {
     float columns, eps;
 };
 
-struct Partials {  // of the output
-    s64 partial_stride, row;  // from one to the next
+struct Partials {  // partial sums of the output
+    s64 partial_stride, row;  // elements from one partial sum, or row, to the next
     int partials;
 };

@@ -17,7 +17,7 @@
 #endif
 #define AT_ONCE (20 / PARTIALS > CHOSEN ? CHOSEN : 20 / PARTIALS > 0 ? 20 / PARTIALS : 1)  // of them, in registers
 
-// A warp per row. A shared expert, number E, comes after a row's best.
+// Chooses experts, a warp per row. A shared expert, number E, comes after a row's best experts.
 extern "C" __global__ void __launch_bounds__(32) route(Choice choice, int* ids) {
     release_next();
     const int t = blockIdx.x, lane = threadIdx.x, k = choice.k, all = k + choice.shared_one;
@@ -40,7 +40,7 @@ extern "C" __global__ void place(const u64* changes, int n) {
     if (i < n) *(u64*)changes[2 * i] = changes[2 * i + 1];
 }
 
-// The list that experts.cu works through: pairs by expert, in groups of at most `cols`. One CTA.
+// Makes the work list of experts.cu: pairs by expert, in groups of at most `cols`. One CTA.
 extern "C" __global__ void __launch_bounds__(1024)
 group(const int* ids, const StepState* step, int T, int k, int E, int cols, int4* groups, int* order) {
     begin();

@@ -1,16 +1,17 @@
-// one_row: grouped-query attention of a step that has one row of each of its sequences; what the cache holds becomes operands in registers
+// one_row: grouped-query attention of a step with one row per sequence; rows of the cache become tensor-core operands in registers
 // Meaning   common/reference.py NumpyOps.attention, common/reference_packed.py NumpyPacked      Launcher  cuda_backend/attention.py
-// In, out   as split.cu, whose sums these are bit for bit: the same products, added in the same order
-// Build     formats.cuh: float16, or both of Lloyd-Max, q8_0 or q4_0; D = 64 (float16 alone), 128 or 256; BUFFERS: tiles of keys or values in shared memory;
-//           CTAS of a multiprocessor (the parameter `causal` is split.cu's, whose launch this shares); WINDOWED: flash.cuh; ALONE: split.cu; EXACT: exact.cuh
+// In, out   as split.cu; sums are bitwise identical to those of split.cu: the same products, added in the same order
+// Build     formats.cuh: float16, or both of Lloyd-Max, q8_0 or q4_0; D = 64 (only float16), 128 or 256; BUFFERS: tiles of keys or values
+//           in shared memory; CTAS per multiprocessor; WINDOWED: flash.cuh; ALONE: split.cu; EXACT: exact.cuh (the parameter `causal`
+//           exists because split.cu is launched with the same arguments)
 // Work      the rows of a product are positions or columns, its columns are at most eight query heads of a group. A CTA of four warps
-//           goes through its share of the pieces of a sequence; tiles arrive as the cache has them. Of a tile's keys a warp takes 16
-//           positions, of the values a quarter of the columns. Float16 becomes operands as it lies. Codes are decoded by the lane that
-//           multiplies them, in the order of operands.cuh, in which split.cu has them too; of values it mixes the codes of two positions,
-//           since an operand holds two positions of a column. Exact tiles, of which there are few, are copied when it is their turn
-// Assumes   memory beyond the last row of the cache holds finite numbers; no row is a tree's
+//           goes through its share of the pieces of a sequence; tiles arrive in the format of the cache. Of a tile's keys a warp takes 16
+//           positions, of the values a quarter of the columns. Float16 is an operand without a change. The lane that multiplies codes
+//           decodes them, in the order of operands.cuh, which split.cu uses too; for values it interleaves the codes of two positions,
+//           since an operand holds two positions of a column. Exact tiles, of which there are few, are copied only when they are needed
+// Assumes   memory beyond the last row of the cache holds finite numbers; no row belongs to a tree
 // Numbers   float16 products, float32 sums; split.cu
-// Bound     bytes of keys and values; of codes, half-rate instructions that decode: two to three per value
+// Bound     bytes of keys and values; with codes, half-rate instructions that decode: two to three per value
 // Tried     us per layer of Qwen3.6-27B at 32K on one H200, variant against what is here; docs/experiments/attention.md has more.
 //           tiles unpacked to float16 in shared memory, as in split.cu -> 49.7 against 30.9 (q8_0), 48.5 against 35.5 (lm4)
 //           float16, WeDLM-8B at 32K, CTAs of a multiprocessor x buffers: 4 x 3 -> 3.194 ms a step, 3 x 4 -> 3.150, 2 x 6 -> 3.100, 5 x 2 ->
@@ -44,7 +45,7 @@
 #define STAGE (TILE * (PACKED ? LONGER : 2 * STRIDE))
 
 __device__ __forceinline__ constexpr bool odd_words(int bytes) { return bytes / 4 % 8 % 2 || bytes == 136; }
-// The row of a tile that lane group g has in the product of a warp; its other row lies NEXT_ROW after it. For the banks.
+// The row of a tile that lane group g has in the product of a warp; its other row lies NEXT_ROW further on. Avoids bank conflicts.
 #define SPREAD (in_halves(KEYS) || (PACKED && odd_words(KEY_BYTES)))
 #define NEXT_ROW (SPREAD ? 32 : 8)
 __device__ __forceinline__ int row_of_warp(int warp, int g) {
@@ -92,7 +93,7 @@ __device__ __forceinline__ void mixed_values(const u8* a, const u8* b, int first
         }
     }
 }
-// The same of rows of float16.
+// Mixes rows of float16 in this way.
 __device__ __forceinline__ void mixed_exact(const u16* a, const u16* b, u32 (&even)[MINE / 2], u32 (&odd)[MINE / 2]) {
 #pragma unroll
     for (int i = 0; i < MINE / 2; i++) {
@@ -101,7 +102,7 @@ __device__ __forceinline__ void mixed_exact(const u16* a, const u16* b, u32 (&ev
     }
 }
 
-// A tile of rows of float16 that lies in one run of the cache.
+// Copies a tile of float16 rows that are adjacent in the cache.
 __device__ __forceinline__ void copy_exact(u16* tile, const Plane& plane, int slot, int head, int at) {
     const u16* from = (const u16*)row_at(plane, slot, head, place_of(plane, at), 2 * D);
 #pragma unroll 1
@@ -130,7 +131,7 @@ __device__ __forceinline__ void four_rows(const u8* rows, int first, u32 (&even)
     }
 }
 
-// Products of 16 positions with q.
+// Multiplies 16 positions by q.
 __device__ __forceinline__ void multiply_keys(float (&s)[2][4], const u8* a, int t, int odd, const u32 (&q)[D / 8]) {
     constexpr int words = key_words<KEYS>();
 #pragma unroll
@@ -144,7 +145,7 @@ __device__ __forceinline__ void multiply_keys(float (&s)[2][4], const u8* a, int
         }
     }
 }
-// The same of a tile of float16; 16 positions from `rows` on.
+// Multiplies 16 positions of a tile of float16, from `rows` on, by q.
 __device__ __forceinline__ void multiply_exact(float (&s)[2][4], const u16* rows, int lane, const u32 (&q)[D / 8]) {
     const u32 k_at = shared_address(rows + lane % 16 * STRIDE + lane / 16 * 8);
 #pragma unroll
@@ -191,17 +192,17 @@ one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepStat
         }
         ahead += TILE;
         if (ahead >= stop) {
-            const int item = turn * own.shares + (turn % 2 ? own.shares - 1 - own.share : own.share);  // forth and back, for equal shares
+            const int item = turn * own.shares + (turn % 2 ? own.shares - 1 - own.share : own.share);  // alternately forwards and backwards, for equal shares
             turn++, ahead = NOWHERE;
             if (item >= items) return;
-            const int number = item < pieces.count ? pieces.count - 1 - item : item;  // from the newest on, which are the largest
+            const int number = item < pieces.count ? pieces.count - 1 - item : item;  // from the newest piece on: newer pieces are larger
             ahead = pieces.from(number), stop = pieces.to(number), place = pieces.place(number), opened = ahead;
         }
         goes_exact = !has_codes(ahead);
     };
     advance();
     int start = 0, page = 0;  // of the tile at `ahead`: where its rows lie, and in which page
-    auto fetch = [&](int i, bool is_values) {  // load i of keys and values in turns
+    auto fetch = [&](int i, bool is_values) {  // load i, alternately of keys and of values
         if (!is_values && threadIdx.x == 0) {
             const bool both = has_codes(ahead + TILE) && has_exact(ahead + TILE);  // of the next tile, which begins anew
             const bool ends = (ahead + TILE >= stop || both) && (goes_exact || !has_exact(ahead));
@@ -211,7 +212,7 @@ one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepStat
         if (ahead < NOWHERE) {
             if (!goes_exact || !EXACT) {
                 if (!is_values) start = place_of(keys, ahead);
-                if (!is_values && of_keys.table) page = of_keys.table[start / PAGE], start %= PAGE;  // of the values as well
+                if (!is_values && of_keys.table) page = of_keys.table[start / PAGE], start %= PAGE;  // for the values as well
                 const int bytes = is_values ? VALUE_BYTES : KEY_BYTES;
                 const u8* from = (is_values ? of_values.rows + page * of_values.block : of_keys.rows + page * of_keys.block) + (s64)start * bytes;
                 const u32 to = shared_address(stages + i % BUFFERS * STAGE);

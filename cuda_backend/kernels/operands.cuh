@@ -1,5 +1,5 @@
-// operands: codes of a cache as the float16 operands of tensor cores. A product of 16 columns takes two words, each of two
-// columns, of every lane t of four; of a row with D columns a lane has D / 8 words, two for each product.
+// operands: decodes codes of a cache to float16 operands of tensor cores. For a product of 16 columns, each lane t of four supplies two
+// words of two columns each; for a row of D columns a lane has D / 8 words, two for each product.
 
 // Formats of two and three bits, in heads of 256: lane t has columns 32 t to 32 t + 31 of each 128, and a word has columns i and i + 16
 // of them, which are decoded together; else it has columns 8 t to 8 t + 7 of each 32, in order.
@@ -12,7 +12,7 @@ __device__ constexpr int place_of_column(int c) {
     return in_halves(F) ? 2 * place_of_word(c / 128 * 16 + c % 4 * 4 + c % 16 / 4, c / 32 % 4) + c / 16 % 2
                         : 2 * place_of_word(c / 32 * 4 + c % 8 / 2, c / 8 % 4) + c % 2;
 }
-// Columns c to c + 7 of a row, a multiple of eight, to their places: at(i) is the address of half i of the row.
+// Stores columns c to c + 7 of a row (c is a multiple of eight) at their places: at(i) is the address of half i of the row.
 template <Format F, class At>
 __device__ __forceinline__ void eight_to_places(At at, int c, uint4 eight) {
     const u32 w[4] = {eight.x, eight.y, eight.z, eight.w};
@@ -25,7 +25,7 @@ __device__ __forceinline__ void eight_to_places(At at, int c, uint4 eight) {
     }
 }
 
-// N words that begin `odd` bytes after a multiple of four, 0 or 2, in shared memory.
+// Loads N words of shared memory that begin `odd` bytes, 0 or 2, after a multiple of four.
 template <int N>
 __device__ __forceinline__ void words_at(const u8* from, int odd, u32 (&w)[N]) {
     const u32* at = (const u32*)(from - odd);

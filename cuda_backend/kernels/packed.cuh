@@ -9,7 +9,7 @@
 struct PackedRows {
     const u8* from;
     int lane;
-#if COLS == 1  // every column of the product is the one row of x
+#if COLS == 1  // every column of the product is the only row of x
     __device__ __forceinline__ uint4 codes(int half, int pair, int) const {
         return *(const uint4*)(from + half * (WHOLE ? 128 : 160) + pair * 64 + lane % 4 * 16);
     }
@@ -41,8 +41,8 @@ struct PackedRows {
 #endif
 };
 
-// A stripe's part of a row block, times a factor per row of x, to partial sum `partial`, and zeros to those up to `end`.
-// out [partial][T][N] from this matrix's first column on.
+// Writes a stripe's part of a row block, times a factor per row of x, to partial sum `partial`, and zeros to the partial sums up to
+// `end`. out [partial][T][N] begins at this matrix's first column.
 __device__ __forceinline__ void put(const float (&acc)[NT][ACC], float* out, int N, int T, int row, int partial, int end,
                                     s64 partial_stride, s64 row_stride, const float* factors, int lane) {
     row += lane / 4;

@@ -11,7 +11,7 @@
 #define MAX_RANKS 8
 
 struct Peers {
-    float* of[MAX_RANKS];  // buffers of all ranks, which each may write
+    float* of[MAX_RANKS];  // buffers of all ranks; every rank writes to all of them
 };
 // state      [0] exchanges of earlier steps, [1] number of an exchange that failed, else 0, [2] fours of the last one of those steps
 // failed     a word of the host, which gets state[1]
@@ -33,7 +33,7 @@ __device__ __forceinline__ float4 as_sent(float4 v) { return make_float4(as_sent
 __device__ __forceinline__ void store_part(float4* to, float4 v) {
     asm volatile("st.volatile.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
-// Each number of a part arrives by itself.
+// Stores a part; each of its numbers may arrive separately.
 __device__ __forceinline__ float4 load_part(const float4* from) {
     float4 v;
     asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
@@ -54,7 +54,7 @@ __device__ __forceinline__ void give_up(const Meeting& m, u32 number) { m.state[
 
 __device__ __forceinline__ u32 number_of(const Meeting& m) { return m.state[0] + m.index + 1; }
 
-// Four number i of the part of `rank`, in exchange `number` of the rank whose buffer it is.
+// The address of float4 number i of the part of `rank`, in the buffer of one rank, for exchange `number`.
 __device__ __forceinline__ float4* place_of(float* buffer, const Meeting& m, u32 number, int rank, int i) {
     return (float4*)(buffer + ((s64)(number % 3) * RANKS + rank) * m.capacity) + i;
 }

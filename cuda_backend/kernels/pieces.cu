@@ -2,10 +2,10 @@
 // Meaning   the end of NumpyOps.attention                    Launcher  cuda_backend/attention.py
 // In        sums [place][T][H][D], stats [place][T][H]: power of 2 and sum of each; perhaps a gate (T, H, DIM)
 // Out       (T, H * DIM) in each requested form (store.cuh); only dense if groups of 32 straddle heads
-// Build     TURN_VALUES: 0, or how many columns are rotated back together: formats.cuh; WARPS: of a run, 1 or 2; GATED: there may
-//           be a gate, which takes a third of the registers; WINDOWED: flash.cuh; ALONE: split.cu; what store.cuh says
-// Work      a CTA per row, head and 128 columns; a warp, or two with 64 columns each, adds up a run of eight groups of positions
-//           at a time, 8 or 16 pieces of it together, then the first adds up the runs
+// Build     TURN_VALUES: number of columns that are rotated back together, 0: none (formats.cuh); WARPS per run, 1 or 2; GATED: there may
+//           be a gate, which takes a third of the registers; WINDOWED: flash.cuh; ALONE: split.cu; the macros of store.cuh
+// Work      a CTA per row, head and 128 columns; one warp, or two with 64 columns each, adds up one run of eight groups of positions
+//           at a time, 8 or 16 of its pieces together; then the first warp adds up the runs
 // Numbers   float32; the order of sums depends on positions alone: the tiles of a group (in split.cu or here), the groups of a
 //           run, then runs. Pieces that a row does not see add nothing; scaling is exact
 // Bound     latency: a few hundred KB
@@ -37,12 +37,12 @@
 #define MUL_SIGMOID 3  // rows.cu
 #define RUN 8          // groups; cuda_backend/layout.py run_count
 #define AT_ONCE (8 * WARPS)
-#define EACH (4 / WARPS)  // columns of a lane
+#define EACH (4 / WARPS)  // columns per lane
 
 __device__ __forceinline__ float4 times(float4 a, float b) { return make_float4(a.x * b, a.y * b, a.z * b, a.w * b); }
 
 #if WINDOWED || __CUDA_ARCH__ < 1000
-#define BOUND 384  // threads, at most
+#define BOUND 384  // most threads
 #else
 #define BOUND 512  // with the actual number the compiler limits itself to 56 registers, and spills
 #endif
@@ -57,12 +57,12 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     const int head = blockIdx.x, t = first_t + blockIdx.y, column = blockIdx.z * 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int mine = column + lane * 4, teams = blockDim.x / 32 / WARPS;
     const Run& run_of_row = ALONE ? step->run[0] : run_at(step, blockIdx.y);
-    const int own_t = blockIdx.y - run_of_row.first;  // in its run
+    const int own_t = blockIdx.y - run_of_row.first;  // the row's index in its run
     const Mask mask(step, run_of_row, run_of_row.first, positions, window, sinks, 0, first_t, T);
     Pieces pieces;
     const int rows = run_of_row.branches ? mask.seen(own_t) : mask.rows;  // there are no tiles after the rows that a tree's row sees
     pieces.cut(tile_bits, mask.past, rows, window, sinks, window ? positions[t] - window + 1 : 0, min(shares, MOST_SINGLE), trunk);
-    const int kept = pieces.kept ? pieces.group(pieces.kept - 1) / RUN + 1 : 0;  // runs; after them follow those from `next` on
+    const int kept = pieces.kept ? pieces.group(pieces.kept - 1) / RUN + 1 : 0;  // runs with sinks; the runs from `next` on follow them
     const int next = max(kept, pieces.group(pieces.kept) / RUN), runs = kept + pieces.group(pieces.count + pieces.tails - 1) / RUN + 1 - next;
     float2* tops = (float2*)(parts + runs * 32);
     const float lowest = -__int_as_float(0x7f800000);
@@ -71,7 +71,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     u32 at = 0, starts = 0;                          // the place of its sums; bit n: piece i + n is in another group than the one before
     auto advance = [&] {
         i += AT_ONCE;
-        int before = -1;  // the group of the last piece
+        int before = -1;  // group of the preceding piece
         if (i >= end) {
             run += teams;
             const int group = (run < kept ? run : run - kept + next) * RUN;
@@ -86,9 +86,9 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     depend();
     if (own_t >= mask.rows) return;
     const float* from = sums + min(column + (warp % WARPS * 32 + lane) * EACH, D - EACH);
-    float sum[EACH] = {}, part[EACH] = {};  // of all groups of a run, of one
+    float sum[EACH] = {}, part[EACH] = {};  // of all groups of a run; of one group
     float top = lowest, total = 0.0f, part_total = 0.0f;
-    bool gates_here = GATED && op && warp == blockDim.x / 32 - 1;  // a warp with no run, if there is one
+    bool gates_here = GATED && op && warp == blockDim.x / 32 - 1;  // a warp without a run, if there is one
 #pragma unroll 1
     while (run < runs || gates_here) {
         float2 stat = make_float2(lowest, 0.0f);
@@ -135,7 +135,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
         const bool goes_on = i + AT_ONCE < end;
         if (goes_on || run + teams < runs)
             advance();
-        else  // which takes long
+        else  // this read takes long
             run += teams;
         if (goes_on || done >= runs) continue;
         float* to = (float*)(parts + done * 32) + (warp % WARPS * 32 + lane) * EACH;

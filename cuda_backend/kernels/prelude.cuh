@@ -110,7 +110,7 @@ __device__ __forceinline__ float4 load_apart(const float* p, s64 partial_stride,
     return v;
 }
 
-// v[n] = four elements from p + n * stride on, of a run that ends `left` after p, zeros after it; the partial sums of `a` added.
+// v[n] = four elements from p + n * stride on, with the partial sums of `a` added; zeros from `left` elements after p on.
 template <int N>
 __device__ __forceinline__ void load_fours(float4 (&v)[N], const float* p, const In& a, int stride, int left) {
 #pragma unroll
@@ -166,7 +166,7 @@ struct __align__(16) StepState {
 };
 // The run of row t of the step, or of row t in the order of rows; for a step of one row nothing is read.
 __device__ __forceinline__ const Run& run_at(const StepState* step, int t) { return step->run[t && step->runs > 1 ? step->run_of[t] : 0]; }
-// The lowest byte as a row, or an index in the order of rows; 253 to 255 are -3 to -1.
+// The lowest byte as a row, or as an index in the order of rows; 253 to 255 are -3 to -1.
 __device__ __forceinline__ int of_byte(u32 byte) { return (u8)(byte + 3) - 3; }
 
 __device__ __forceinline__ float from_half(u16 h) {
@@ -195,7 +195,7 @@ __device__ __forceinline__ u32 add_half2(u32 a, u32 b) {
 }
 __device__ __forceinline__ float from_bf16(u16 h) { return __uint_as_float((u32)h << 16); }
 #if __CUDA_ARCH__ < 800
-__device__ __forceinline__ u16 to_bf16(float f) {  // to nearest, of two the even one
+__device__ __forceinline__ u16 to_bf16(float f) {  // to nearest, ties to even
     const u32 bits = __float_as_uint(f), rounded = bits + 0x7fffu + (bits >> 16 & 1);
     return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fff : (u16)(rounded >> 16);
 }
@@ -235,7 +235,7 @@ __device__ __forceinline__ float warp_max(float v) {
     for (int m = 16; m; m >>= 1) v = fmaxf(v, __shfl_xor_sync(FULL, v, m));
     return v;
 }
-#if __CUDA_ARCH__ < 800  // from 8.0 on an instruction
+#if __CUDA_ARCH__ < 800  // from 8.0 on there is an instruction
 __device__ __forceinline__ u32 __reduce_max_sync(u32 lanes, u32 v) {
     for (int m = 16; m; m >>= 1) v = max(v, __shfl_xor_sync(lanes, v, m));
     return v;
@@ -250,7 +250,7 @@ __device__ __forceinline__ float norm_factor(float sum, float columns, float eps
     return rsqrtf(__fmaf_rn(sum, __fdividef(1.0f, columns), eps));
 }
 
-// Sum over the `warps` warps of a block, at most 32; every thread gets it. `scratch` holds a float per warp.
+// The sum over the `warps` warps of a block, at most 32, in every thread. `scratch` holds a float per warp.
 __device__ __forceinline__ float block_sum(float v, float* scratch, int warps) {
     v = warp_sum(v);
     __syncthreads();

@@ -1,4 +1,4 @@
-// prepare: the inputs of delta.cu: queries and keys, convolved and normalized, values, convolved, and gates
+// prepare: computes the inputs of delta.cu: convolved and normalized queries and keys, convolved values, and gates
 // Meaning   cuda_backend/kernels/delta.cu                  Launcher  cuda_backend/recurrent.py
 // In        as delta.cu, readable as float4
 // Out       in the order of rows: queries, keys [T][Hk][DK], values [T][Hv][DV], gates [T][Hv][2]; of the step's rows, where they may be

@@ -153,8 +153,8 @@ __device__ __forceinline__ void add_minima(float (&acc)[NT][ACC], const u8* tile
 }
 #endif
 
-// acc += one tile times one unit of x, of which `tiles` eights of rows are there. AT_ONCE: halves whose instructions may be
-// in flight together, MOST: eights that are summed up together; fewer take fewer registers.
+// acc += one tile times one unit of x, which has `tiles` groups of eight rows. AT_ONCE: halves whose instructions may be in flight
+// together, MOST: groups of eight that are summed up together; fewer take fewer registers.
 #if WHOLE
 template <int AT_ONCE, int MOST, class X>
 __device__ __forceinline__ void multiply(float (&acc)[NT][ACC], const u8* tile, const X& x, int lane, int tiles = NT) {

@@ -1,6 +1,6 @@
-// random: for benchmarks: blocks of a GGUF type with random codes and moderate scales, and routing by a trace
+// random: for benchmarks: makes blocks of a GGUF type with random codes and moderate scales, and logits that route by a trace
 // Meaning   none: any bytes are valid blocks               Launcher  cuda_backend/random_weights.py
-// Out       words [n] uint32; float16 `value` at byte `at` of every block; logits by which rows choose the experts of a trace
+// Out       words [n] uint32; float16 `value` at byte `at` of every block; logits with which rows choose the experts of a trace
 // Bound     bytes written
 // Tried     nothing on record
 
@@ -19,7 +19,7 @@ extern "C" __global__ void set_halves(u8* blocks, s64 n, int size, int at, float
     blocks[i * size + at] = (u8)half, blocks[i * size + at + 1] = (u8)(half >> 8);
 }
 
-// Logits [layer][T][E] by which row t chooses the experts that ids [token][layer][k] has for token `first` + t: best first.
+// Writes logits [layer][T][E] with which row t chooses the experts of token `first` + t in ids [token][layer][k], best first.
 extern "C" __global__ void routed(const int* ids, int tokens, int first, int T, int layers, int k, int E, float* logits) {
     const int t = blockIdx.x, layer = blockIdx.y;
     const int* of = ids + ((s64)((first + t) % tokens) * layers + layer) * k;

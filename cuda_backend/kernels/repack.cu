@@ -3,12 +3,12 @@
 // In        rows [n][row_bytes] as in the file             Out       units of tile.cuh, from row `first` (a multiple of 16)
 //           bad    set to 1 if a scale is not finite
 // Build     one type of tile.cuh
-// Work      a warp per tile of 16 rows x KBLOCK columns; rows and columns beyond the matrix get zero scales
+// Work      a warp per tile of 16 rows x KBLOCK columns; rows and columns that pad the matrix get zero scales
 // Bound     bytes read and written
 // Tried     scales checked by the host while it copies -> 0.71 s against 0.59 for a file of 16.5 GB; by twelve other threads 1.6
 //             (H200)
 
-// A block of COLUMNS in the file: its bytes, and how many float16 lie where.
+// A block of COLUMNS in the file: its bytes, the number of its float16 scales, and their offset.
 #if defined(Q4_K) || defined(Q5_K) || defined(Q6_K) || defined(Q2_K) || defined(Q3_K) || defined(IQ4_XS)
 #define COLUMNS 256
 #else
@@ -160,7 +160,7 @@ __device__ void put_scales(u8* scales, int r, const u8* row, int k, int K) {
 #endif
 }
 
-// Is a scale of the KBLOCK columns from `k` on not finite?
+// Whether a scale of the KBLOCK columns from `k` on is not finite.
 __device__ __forceinline__ bool is_bad(const u8* row, int k, int K) {
     bool bad = false;
     for (int j = 0; j < KBLOCK && k + j < K; j += COLUMNS) {

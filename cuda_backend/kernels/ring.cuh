@@ -24,7 +24,7 @@
 // Stages that are requested before a kernel waits for the previous one: more would delay reads of that kernel. single.cu with
 // MADE requests all stages, which was faster.
 #define PREFETCH (STAGES < 2 ? STAGES : 2)
-#define IN_FLIGHT 16  // reads of 16 bytes of a lane before 8.0, where a warp has none in flight while it stores
+#define IN_FLIGHT 16  // reads of 16 bytes per lane before 8.0, where a warp has no read in flight while it stores
 
 #if __CUDA_ARCH__ < 800
 // 8 bytes, as an mbarrier has: how many have arrived; twice how many must, and the parity of the phase. A thread arrives for
@@ -66,10 +66,10 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
             : "memory");
 }
 #endif
-// The reads of a stage have returned: the address of the arrival depends on a sum of each read. An arrival alone is issued while
-// the last reads are still queued, and a bulk copy may overtake these: docs/experiments/products.md, A race. The first sum of
-// each tile depends on its reads of x, and on those of matrix rows 0 to 7; the last sum of a tile depends on the reads of rows
-// 8 to 15, which TOGETHER tiles share.
+// Arrives after the reads of a stage have returned: the address of the arrival depends on a sum of each read. Otherwise the arrival
+// would be issued while the last reads are still queued, and a bulk copy could overtake these reads: docs/experiments/products.md,
+// A race. The first sum of each tile depends on its reads of x and of matrix rows 0 to 7; the last sum of a tile depends on the reads
+// of rows 8 to 15, which TOGETHER tiles share.
 // none      zero_of(empty)
 template <int TOGETHER, int TILES, int EACH_TILE>
 __device__ __forceinline__ void give_back(u32 empty, u32 none, const float (&acc)[TILES][EACH_TILE]) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void copy(u32 to, const u8* from, int bytes, u32 full
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");
 #endif
 }
-// Where there is no BULK, each lane of the producer warp: `full` completes when its copies have landed; none is under way.
+// Without BULK, called by each lane of the producer warp: `full` completes when its copies have arrived; none is in flight then.
 __device__ __forceinline__ void copies_arrive(u32 full) {
 #if __CUDA_ARCH__ < 800
     barrier_arrive(full);

@@ -5,7 +5,7 @@
 // In        activations (T, ...) float32, strided, perhaps partial sums (prelude.cuh In)
 // Out       the forms of store.cuh
 // Work      add_norm: a CTA per row. pointwise: a warp per 128 columns. heads: a warp per head
-// Assumes   packed heads are a multiple of 128 wide
+// Assumes   the width of packed heads is a multiple of 128
 // Numbers   float32; code = rint(x / scale), scale = largest magnitude / 127; NaN reaches the scale and so the result
 // Bound     launches: a few KB per row
 // Tried     norms by 256 threads with the row in registers -> 14.7 us against 8.3 (Qwen3.6-27B, H200): nine partial sums in sequence
@@ -110,7 +110,7 @@ pointwise(int op, In x, In y, Out out) {
     store_four(out, t, k, a);
 }
 
-// z: the gate of gated_rms_norm where `gated`.
+// z: the gate of gated_rms_norm if `gated`.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 heads(In x, int H, int D, int T, int norm, const float* weight, float eps, Rope rope, In z, int gated, Out out) {
     begin();

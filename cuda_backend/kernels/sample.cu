@@ -1,14 +1,14 @@
-// sample: the largest logit of each row; ties go to the smaller id, and a NaN anywhere in the row gives -1
+// sample: finds the largest logit of each row; ties go to the smaller id, and a NaN anywhere in the row gives -1
 // Meaning   common/sampling.py Sampler.pick at temperature 0   Launcher  cuda_backend/sampling.py
 // In        logits [T][V] float32; for add_up partial sums, readable as float4
-// Out       tokens [T] int32, also at the address that the next step reads and in memory of the host; add_up: the logits
+// Out       tokens [T] int32, also at the address that the next step reads and in host memory; add_up: the logits
 // Work      add_up: a CTA adds up 1,024 logits and writes their largest key. partial: for logits without partial sums, 64 CTAs per
 //           row write a key each. final: a warp per row
 // Bound     bytes of logits
 // Tried     partial sums added by a separate launch before the search -> a step of WeDLM-8B 1.683 ms against 1.675 (H200), 2.12
 //             against 2.11 at 16 rows
 
-// The largest key of a CTA's threads, to keys [T][CTAs of a row].
+// Writes the largest key of a CTA's threads to keys [T][CTAs per row].
 __device__ __forceinline__ void leave(u64 key, u64* keys) {
     __shared__ u64 warps[32];
     for (int m = 16; m; m >>= 1) key = max(key, __shfl_xor_sync(FULL, key, m));

@@ -1,15 +1,15 @@
-// single: y = x W' for a step of one row and several matrices: the experts that it chooses, or one per head; more rows: experts.cu
+// single: y = x W' for a step of one row and several matrices, its chosen experts or one per head; experts.cu takes more rows
 // Meaning   common/reference.py NumpyOps.route_sigmoid, route_softmax, moe, head_linear   Launcher  cuda_backend/expert_products.py
 // In        of       the matrices: matrices.cuh; choice  choose.cuh, with CHOICE
-//           x        packed rows (store.cuh, cols = 1), x_bytes apart, perhaps of a norm without its factor: linear.cu `squares`
-//           y        with MADE: floats, perhaps partial sums, from which row j is made: as they are (SUM) or as gate and up (SWIGLU)
+//           x        packed rows (store.cuh, cols = 1), x_bytes apart, perhaps of a deferred norm: linear.cu `squares`
+//           y        with MADE: floats, perhaps partial sums, from which row j is made: their sum (SUM), or SwiGLU of gate and up (SWIGLU)
 // Out       out [part][j][N] float32, with PACK one packed row of all j; with CHOICE and SWIGLU also the weights of the experts
-// Build     one type of tile.cuh; COLS=1; STAGES; BLOCKS of a multiprocessor; PER of choose.cuh; CHOICE 0 or 1; MADE 0, SUM or
+// Build     one type of tile.cuh; COLS=1; STAGES; BLOCKS per multiprocessor; PER of choose.cuh; CHOICE 0 or 1; MADE 0, SUM or
 //           SWIGLU; PACK 0 or 1
 // Work      a CTA per (j, row block, part of k), as linear.cu. Each CTA computes the choice. If its matrix is known before the
 //           previous kernel ends (a head, a shared expert, experts chosen earlier), it loads weights meanwhile
 //           Addresses of all experts are loaded with the biases, because a load after the choice would wait for memory
-// Numbers   bitwise those of moe.cu and experts.cu
+// Numbers   bitwise identical to moe.cu and experts.cu
 // Bound     bytes of the matrices
 // Tried     variant against the kernel of that time (one row, one H200).
 //           matrices of heads as float16, k_up in the gathering kernel and v_up packing its result -> GLM 3.056 ms against
@@ -79,7 +79,7 @@ single(Matrices of, Choice choice, const u8* x, s64 x_bytes, In y, Out out, int 
             copy(to, unit, UNIT_BYTES, full + 8 * s, lane, true);
 #if !MADE
 #if BULK
-            if (ahead && i < min(PREFETCH, units)) {  // the row follows
+            if (ahead && i < min(PREFETCH, units)) {  // the row of x is copied later
                 if (i < min(PREFETCH, units) - 1) continue;
                 depend();
                 for (int n = 0; n < i; n++)

@@ -1,23 +1,25 @@
-// split: grouped-query attention of the rows of a decoding or verifying step, piece by piece of what they see (flash decoding)
+// split: grouped-query attention in a decoding or verifying step, separately for each piece of what its rows see (flash decoding)
 // Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
-// In        q [T][H][D] float16 and keys and values [K][place][D] float16, the step's rows already there
+// In        q [T][H][D] float16 and keys and values [K][place][D] float16, which already contain the step's rows
 //           (to_cache.cu, heads_to_cache.cu)
-// Out       of every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
-// Build     formats.cuh; D, a multiple of 16 up to 256, of 32 where rows are packed; ROWS of a CTA, 16, 32 or 64; OF_WARP: blocks of 16 rows that a warp computes, 2 for 64 rows, else 1; BUFFERS: tiles of keys or values in shared memory; CTAS of
-//           a multiprocessor; WINDOWED: flash.cuh; ALONE: the step has one sequence, whose share of the CTAs is known; TAILS: wide.cu computes the tiles of committed positions; EXACT, of packed rows alone: exact.cuh
+// Out       for every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
+// Build     formats.cuh; D, a multiple of 16 up to 256, of 32 if rows are packed; ROWS per CTA, 16, 32 or 64; OF_WARP: blocks of 16 rows
+//           that a warp computes, 2 for 64 rows, else 1; BUFFERS: tiles of keys or values in shared memory; CTAS per multiprocessor;
+//           WINDOWED: flash.cuh; ALONE: the step has one sequence, so that its share of the CTAs is known; TAILS: wide.cu computes the
+//           tiles of committed positions; EXACT, only for packed rows: exact.cuh
 // Work      rows are (t, query head of the group), four warps for OF_WARP blocks of 16 of them. Of a tile's products with q a warp takes 16
 //           positions; the probabilities are shared, and it adds a quarter of the values' columns. A CTA keeps its rows
 //           and goes through its share of the pieces, whose tiles arrive ahead of it, committed ones before the kernels
-//           before this one have ended. A tree's row sees other rows than its neighbours: the tiles after the committed
-//           ones are gathered for the group of each, its ancestors in the order of their positions. Rows that are not
-//           float16 arrive as the cache has them, and each tile is unpacked, rotated as it was stored, before its products.
-//           EXACT: a tile that holds codes and exact rows is multiplied twice; a row takes nothing from the form that is not
-//           its own, which leaves its sums as they were. Both forms are added up before they join the tiles before them, which
-//           wait where the sums of the piece lie: a tile that is a piece by itself gives these bits as well
+//           before this one have ended. Each row of a tree sees different rows: the tiles after the committed ones are gathered
+//           for each row and its query heads, its ancestors in the order of their positions. Rows that are not float16 arrive in
+//           the format of the cache; each tile is decoded, still rotated, before its products.
+//           EXACT: a tile with codes and exact rows is multiplied once in each form; a position adds nothing to a row's sums in the
+//           form in which the row does not read it. Both forms are added up before they are added to the preceding tiles, whose sums
+//           wait in the place of the piece, so that a tile that is a piece by itself gives the same bits
 // Assumes   memory beyond the last row of the cache holds finite numbers
 // Numbers   float16 products, float32 sums; a tile is summed by itself and scaled by powers of 2, which is exact: what a
 //           row gets depends on the positions that it sees, not on how they are cut into pieces, on where the step's rows
-//           lie, or on the other rows. The row of a tree equals the row of plain decoding, bit for bit
+//           lie, or on the other rows. A row of a tree is bitwise identical to the row of plain decoding
 // Bound     bytes of keys and values
 // Tried     us per layer of `split`, or of a step of 8 layers, variant against what was here then (Qwen3.6-27B, one H200).
 //           the walk over tiles written out wherever a tile is fetched -> 62 us against 37 at one row, context of 32K: code that does
@@ -49,22 +51,22 @@
 #define TAILS 0
 #endif
 #define CTA (ROWS * 8 / OF_WARP)  // threads
-#define LINE (D / 8)    // copies of 16 bytes of a position
+#define LINE (D / 8)    // copies of 16 bytes per position
 #define PROBABILITIES (TILE + 8)
-#define NV ((D / 16 + 3) / 4)  // blocks of 16 columns of a warp
+#define NV ((D / 16 + 3) / 4)  // blocks of 16 columns per warp
 #define MINUS_INFINITY (-__int_as_float(0x7f800000))
 #define NOWHERE (1 << 30)
 
 #define KEY_BYTES row_bytes(KEYS, D)
 #define VALUE_BYTES row_bytes(VALUES, D)
-#define BLOCKS ((D + 31) / 32)  // of a row
+#define BLOCKS ((D + 31) / 32)  // blocks of a row
 #define STAGE (TILE * (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES))  // a tile as the cache has it
 
 #define TILES (PACKED ? 1 : BUFFERS)  // of float16, as layout.py split_tiles counts them
-#define AS_OPERANDS (PACKED && KEYS != TURBOQUANT)  // columns of keys, and of queries, in the order that one_row.cu has them in
+#define AS_OPERANDS (PACKED && KEYS != TURBOQUANT)  // columns of keys and queries have the order of one_row.cu
 #define AT_ONCE (KEYS == TURBOQUANT && D > 128 && ROWS == 32 ? 1 : CTAS)  // two spill registers
 
-// A tile of rows as float16.
+// Decodes a tile of rows to float16.
 template <Format F, bool IN_ORDER>
 __device__ __forceinline__ void unpack_tile(u16* tile, const u8* stage) {
     if constexpr (F == TURBOQUANT) {
@@ -85,7 +87,7 @@ __device__ __forceinline__ void unpack_tile(u16* tile, const u8* stage) {
     __syncthreads();
 }
 
-// A tile of float16 rows: from position `at` on, or those that `from` lists. Waits for all copies of the CTA.
+// Loads a tile of float16 rows, from position `at` on or those that `from` lists. Waits for all copies of the CTA.
 __device__ __forceinline__ void copy_tile(u16* tile, const Plane& plane, int slot, int head, int at, const int* from) {
     const u8* whole = from ? 0 : row_at(plane, slot, head, place_of(plane, at), 2 * D);  // a tile lies in one run of the cache
 #pragma unroll 1
@@ -110,15 +112,15 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
     __shared__ int items, jobs;  // pieces for all rows, tiles for rows of a tree
     [[maybe_unused]] __shared__ WideTiles others;  // TAILS: what wide.cu computes
     __shared__ int ctas, first_job, past;  // of the run; of those tiles, this CTA's first; committed positions
-    __shared__ int2 spans[ROWS];  // the positions that a row sees, the first and the last
+    __shared__ int2 spans[ROWS];  // first and last position that a row sees
     __shared__ int heads[ROWS];   // where a row lies in (T, H)
     __shared__ int from[TILE];    // where in the cache a tree's row finds the positions of a tile: its ancestors in their order; EXACT: as positions, which are the places of codes
     __shared__ float shifts[EXACT ? ROWS : 1];    // of a row's products with codes
     [[maybe_unused]] __shared__ float2 written[2][EXACT ? ROWS : 1];  // stats by tiles in turn: a warp may write those of a tile while another joins it to the one before
     [[maybe_unused]] __shared__ u8 offsets[EXACT ? MAX_DECODE_ROWS + 1 : 1];  // positions of the step's rows after the committed ones
     u16 *qs = shared, *tiles = qs + ROWS * STRIDE, *ps = tiles + TILES * TILE * STRIDE;
-    float* tops = (float*)(ps + ROWS * PROBABILITIES);  // of each row, by 16 positions
-    u8* stages = (u8*)(tops + ROWS * (TILE / 16));      // of packed rows, which one tile after the other leaves as float16
+    float* tops = (float*)(ps + ROWS * PROBABILITIES);  // maxima of each row over 16 positions
+    u8* stages = (u8*)(tops + ROWS * (TILE / 16));      // tiles of packed rows, which are decoded one after another
     __shared__ Part own;
     __shared__ HeadRows planes[2];  // keys, values
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, m = warp / 4, c = warp % 4, head = blockIdx.y;
@@ -147,11 +149,11 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
 
     if (own.run < 0) return;
     if (own.share >= items && first_job >= jobs) return;
-    // first the pieces that all rows see, then tiles of the rows of a tree, one by one
+    // first the pieces that all rows see, then tiles of single rows of a tree, one after another
 #pragma unroll 1
     for (int job = -1; job < jobs; job = job < 0 ? first_job : job + ctas) {
         const Run& run = step->run[ALONE ? 0 : own.run];
-        const Mask mask(step, run, ALONE ? 0 : run.first, positions, window, sinks, causal);  // read again, for registers
+        const Mask mask(step, run, ALONE ? 0 : run.first, positions, window, sinks, causal);  // read again, to spare registers
         const int row_of_tree = job < 0 ? 0 : job / parts / pieces.tails, part = job < 0 ? 0 : job % parts;
         const int first_row = job < 0 ? own.block * ROWS : row_of_tree * group + part * ROWS;
         const int rows = min(ROWS, job < 0 ? mask.rows * group - first_row : group - part * ROWS);
@@ -160,7 +162,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
         // the tile that is fetched next, where its piece ends and where that one's sums lie, and the pieces of the CTA so far
         int ahead = job < 0 ? 0 : pieces.tail + job / parts % pieces.tails * TILE, stop = ahead + TILE, turn = 0;
         int start = 0;  // where the cache has the tile whose keys were fetched last
-        // may some row read codes, or exact rows, of the tile at `at`?
+        // whether some row may read codes, or exact rows, of the tile at `at`
         auto has_codes = [&](int at) { return at + TILE > exact.first && at <= mask.past + mask.rows - 1 - exact.recent; };
         auto has_exact = [&](int at) { return at < exact.first || at + TILE > mask.past - exact.recent + 1; };
         bool goes_exact = EXACT && (job < 0 || !has_codes(ahead));  // the exact rows of the tile at `ahead` are next
@@ -174,7 +176,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             ahead += TILE;
             if (EXACT) goes_exact = !has_codes(ahead);
             if (ahead < stop) return;
-            const int item = turn * own.shares + (turn % 2 ? own.shares - 1 - own.share : own.share);  // forth and back, for equal shares
+            const int item = turn * own.shares + (turn % 2 ? own.shares - 1 - own.share : own.share);  // alternately forwards and backwards, for equal shares
             turn++, ahead = NOWHERE;
             if (item >= items || job >= 0) return;
             const int number = TAILS ? item + (item < others.first ? 0 : others.whole) : item < pieces.count ? pieces.count - 1 - item : item;  // from the newest on, which are the largest
@@ -218,7 +220,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 const bool joins = resumes || (EXACT && goes_exact && ahead != opened && has_codes(ahead));
                 coming[i / 2 % 4] = make_int2(ahead + ends + (goes_exact ? 2 : 0) + (joins ? 4 : 0) + (resumes ? 8 : 0), place);
             }
-            if (EXACT && goes_exact) {  // they are read when it is their turn, since they are few
+            if (EXACT && goes_exact) {  // exact rows are read only when they are needed, since they are few
                 if (of_values && ahead < NOWHERE) advance();
             } else if (PACKED && ahead < NOWHERE) {
                 const int bytes = of_values ? VALUE_BYTES : KEY_BYTES;
@@ -365,7 +367,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                     }
             }
             __syncthreads();
-            fetch(2 * tile + BUFFERS, BUFFERS > 1 || tile > 0);  // of one buffer the values of this tile
+            fetch(2 * tile + BUFFERS, BUFFERS > 1 || tile > 0);  // with one buffer, the values of this tile
             if (active)
 #pragma unroll
                 for (int j = 0; j < OF_WARP; j++)
@@ -390,7 +392,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             if (active) {
                 const u32 p_at = shared_address(ps + (m * OF_WARP * 16 + lane % 16) * PROBABILITIES + lane / 16 * 8);
                 auto load_probabilities = [&](u32 (&to)[4], int j, int k) { ldmatrix(to, p_at + (j * 16 * PROBABILITIES + k * 16) * 2); };
-                u32 p[OF_WARP == 1 ? TILE / 16 : 1][4];  // of more blocks they are read again
+                u32 p[OF_WARP == 1 ? TILE / 16 : 1][4];  // with more blocks they are read again
                 float before[OF_WARP][2], after[OF_WARP][2];  // factors
 #pragma unroll
                 for (int j = 0; j < OF_WARP; j++) {
@@ -414,7 +416,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 for (int n = 0; n < NV; n++) {
                     if (D % 64 && (n * 4 + c) * 16 >= D) break;
                     float sum[OF_WARP][2][4] = {};
-#pragma unroll (OF_WARP > 1 ? 2 : 4)  // of more blocks, all at once would spill registers
+#pragma unroll (OF_WARP > 1 ? 2 : 4)  // with more blocks, all at once would spill registers
                     for (int k = 0; k < TILE / 16; k++) {
                         u32 v[4];
                         ldmatrix_transposed(v, v_at + (k * 16 * STRIDE + n * 64) * 2);
@@ -480,7 +482,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                     begin_piece();
                 }
             }
-            if (BUFFERS <= 2) {  // the values to come must not wait for the keys before them
+            if (BUFFERS <= 2) {  // the next values must not wait for the keys before them
                 __syncthreads();
                 fetch(2 * tile + 1 + BUFFERS, true);
             }

@@ -1,5 +1,5 @@
 // store: writes a row-wise result in each form that its consumers need
-// Out       dense (T, K) float32, product (T, K) of prelude.cuh to_product, packed: each where the pointer is not null
+// Out       dense (T, K) float32, product (T, K) of prelude.cuh to_product, packed: each if its pointer is not null
 //           packed, per 256 columns and 8 rows: the B fragments of eight mma.m16n8k32, 16 bytes per lane and two of them; the
 //           scales of either half, row after row; the sums of 32 codes, times their scale, as the B fragment of a bf16
 //           mma.m16n8k16: group t of either half at k = 2 t and 2 t + 1, and 8 on what bf16 has left of it; before 8.0

@@ -15,7 +15,7 @@
 //           evict_first at 16 rows for all matrices -> Qwen3.6-27B 5.98 against 5.91, from 24 rows on at 22 6.88 against 6.82; causes
 //             not known
 
-#define OF_EACH (AHEAD ? COLS : (COLS + 7) / 8)  // rows whose factor a warp finds
+#define OF_EACH (AHEAD ? COLS : (COLS + 7) / 8)  // rows whose factor one warp computes
 
 // Factors of rows first, first + apart, ...: 1 / the root of the mean of their squares. The shuffles of all rows are in
 // flight together; a lane per row finishes it and arrives at `ready`, which counts rows.

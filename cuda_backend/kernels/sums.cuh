@@ -11,7 +11,7 @@
 #define AT_ONCE 32  // for more than one block at a time the compiler would read five
 #endif
 
-// Four columns of x and of y from p and q on, their partial sums added in order.
+// Adds the partial sums of four columns of x from p on, and of y from q on, in order.
 __device__ __forceinline__ void load_sums(float4& x_sum, float4& y_sum, const float* p, s64 x_stride, const float* q, s64 y_stride) {
     x_sum = y_sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll

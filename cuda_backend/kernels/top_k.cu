@@ -3,25 +3,25 @@
 // In        logits [T][V] float32; k up to 64
 // Out       ids [T][k] int32, logp [T][k] float32
 // Work      partial: `pieces` CTAs per row, each the best k of its piece, and its maximum and sum of exponentials
-//           final: a CTA per row, the best k of all pieces'. A thread holds OWN values. Of the threads' best values a warp finds
-//           the kth: k threads at most hold values that are as good, and each of those finds its rank among them
-// Assumes   at most THREADS * OWN values of a CTA
+//           final: a CTA per row, the best k of all pieces. A thread holds OWN values. One warp finds the kth largest of the threads'
+//           best values; at most k threads hold values at least as large, and each of these values gets its rank among them
+// Assumes   at most THREADS * OWN values per CTA
 // Bound     bytes of logits; then the k rounds of a warp
 // Tried     15 rows of 248,320 logits, k 8, one H200: without a threshold from the kth best of the threads -> 42.2 us against 28.4, both
 //             launches
 //           conditional loads -> 28.6 us against 26.0
 
 #define THREADS 256
-#define OWN 16   // values of a thread
-#define MOST 64  // of k
+#define OWN 16   // values per thread
+#define MOST 64  // largest k
 
 struct Best {
     u64 of_thread[THREADS], good[MOST * OWN], limit;
     int count;
 };
 
-// The k largest of key(0), key(1), ... of all threads to best[0], best[1], ..., 0 where there are no more. They are different,
-// but for 0 and that of a NaN, which is then the first and the only one.
+// Writes the k largest of key(0), key(1), ... of all threads to best[0], best[1], ..., and 0 if there are fewer. All keys differ,
+// except 0 and the key of a NaN, which then comes first.
 template <class Key>
 __device__ __forceinline__ void best_of(Key key, int k, Best& s, u64* best) {
     const int t = threadIdx.x;

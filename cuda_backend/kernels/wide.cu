@@ -1,17 +1,17 @@
-// wide: as split.cu, for many rows and a long past on compute capability 9.0: the pieces of committed tiles alone; split.cu computes
-// what holds the step's own rows
+// wide: as split.cu, for many rows and a long past on compute capability 9.0; computes only pieces of committed tiles, while split.cu
+// computes tiles with the step's own rows
 // Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
 // In        q [T][H][D] float16 and keys and values [K][place][D], float16 or codes
-// Out       of every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
+// Out       for every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
 // Build     formats.cuh, without TURBOQUANT; D, 128 or 256; ROWS_EACH of a warp group, 16, 32 or 48; STAGES: tiles of keys or values in shared
 //           memory; CODED: tiles of codes there; ALONE, EXACT: split.cu; launched as split.cu, without a window
 // Work      rows are (t, query head of the group), a third for each of three warp groups, which read the same tiles and otherwise
 //           never wait for one another. Products are transposed: positions, then columns of values, are the 64 rows of a product, and rows
-//           of the step its columns, of which 16 are the fewest. A fourth warp group copies tiles of keys and of values in turns; codes it
-//           copies as they are and unpacks to float16, keys in the order of columns that split.cu gives them. Of a cache with exact rows
-//           only tiles without any are computed here
-// Numbers   as split.cu, bit for bit: products of a warp group round as those of a warp do, and every sum has split.cu's order
-// Bound     bytes of keys and values where rows are few (3,600 cycles of a tile of 27B); else the waits of a warp group for itself. Of a tile
+//           of the step its columns, at least 16. A fourth warp group copies tiles, alternately of keys and of values; it copies codes
+//           unchanged and then decodes them to float16, keys with columns in the order of split.cu. In a cache with exact rows,
+//           only tiles without exact rows are computed here
+// Numbers   bitwise identical to split.cu: products of a warp group round like those of a warp, and sums have the order of split.cu
+// Bound     bytes of keys and values if rows are few (3,600 cycles of a tile of 27B); else a warp group's waits for its own results. Of a tile
 //           with 144 rows, 6,700 cycles: products with keys 800, maxima 950, probabilities 1,450, products with values and sums 2,450, the
 //           rest and the clocks themselves 1,000. The tensor cores need 2,700: a product of 64 x 48 takes 28 cycles
 // Tried     us of `wide` per layer, or cycles of a tile: variant against what was here then (22 rows of Qwen3.6-27B, 32K, one H200).
@@ -19,7 +19,7 @@
 //             86.7 against 86.8
 //           each thread finds the maxima of its rows, not one thread for all -> 2,030 cycles against 1,460: rounding up shares the pipe of
 //             the exponentials
-//           warp groups multiply in turns, values and then the next tile's keys, while the others find probabilities -> a step 8.26 ms
+//           warp groups multiply alternately, values and then the next tile's keys, while others find probabilities -> a step 8.26 ms
 //             against 8.24, 11.73 against 11.56 at 128K, 12.31 against 12.12 of 64 rows of WeDLM-8B
 //           the next tile's keys before the sums of a piece are written -> not timed: 342 bytes of registers spill
 //           the statistics of a row in registers -> spills one or two
@@ -29,9 +29,9 @@
 #define GROUPS 3
 #define ROWS (GROUPS * ROWS_EACH)
 #define TILE 64                    // positions
-#define BLOCKS (D / 64)            // of 128 bytes of a row
+#define BLOCKS (D / 64)            // blocks of 128 bytes per row
 #define TILE_BYTES (TILE * D * 2)  // of keys or values
-#define LINE (D / 8)               // copies of 16 bytes of a position
+#define LINE (D / 8)               // copies of 16 bytes per position
 #define LAG (STAGES - 2)           // tiles in flight while another is requested
 static_assert((STAGES & STAGES - 1) == 0);
 #define KEY_BYTES row_bytes(KEYS, D)
@@ -42,17 +42,17 @@ static_assert((STAGES & STAGES - 1) == 0);
 #endif
 #define MINUS_INFINITY (-__int_as_float(0x7f800000))
 
-// The place of tile n of keys and values in turns, in the ring of tiles, and how often the ring went round before, as a parity.
+// The place in the ring of tile n, alternately of keys and of values, and the parity of the number of earlier rounds of the ring.
 __device__ __forceinline__ int stage_of(int n) { return n % STAGES; }
 __device__ __forceinline__ u32 parity_of(int n) { return n / STAGES % 2; }
 
-// Goes through the pieces of a CTA, forth and back for equal shares, and through the tiles of each, of which one begins at `at`.
+// Iterates over the pieces of a CTA, alternately forwards and backwards for equal shares, and over their tiles; one begins at `at`.
 struct Walk {
     int turn, at, stop, place;
     __device__ __forceinline__ bool next_piece(const Pieces& pieces, const WideTiles& tiles, const Part& own) {
         const int item = turn * own.shares + (turn % 2 ? own.shares - 1 - own.share : own.share);
         if (item >= tiles.count()) return false;
-        const int number = tiles.first + tiles.count() - 1 - item;  // from the newest on, which are the largest
+        const int number = tiles.first + tiles.count() - 1 - item;  // from the newest piece on: newer pieces are larger
         turn++, at = pieces.from(number), stop = min(pieces.to(number), tiles.until), place = pieces.place(number);
         return true;
     }
@@ -65,7 +65,7 @@ struct Walk {
 };
 #define ENDS 8  // tiles whose ends are kept: more than are in shared memory
 
-// A tile of codes as float16, by a warp group; keys in the order of operands.cuh.
+// Decodes a tile of codes to float16, by a warp group; keys in the order of operands.cuh.
 template <Format F, bool OF_KEYS>
 __device__ __forceinline__ void unpack_tile(u8* tile, const u8* codes) {
 #pragma unroll 1
@@ -130,7 +130,7 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
         Walk walk = {};
         walk.next_piece(pieces, tiles, own);
 #if CODED
-        auto request = [&](int n) {  // load n of keys and values in turns
+        auto request = [&](int n) {  // load n, alternately of keys and of values
             if (walk.at < walk.stop) {
                 const int bytes = n % 2 ? VALUE_BYTES : KEY_BYTES;
                 const u8* from = planes[n % 2].at(walk.at, bytes);
@@ -162,7 +162,7 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
             show_products();
             barrier_arrive(full + 8 * stage_of(n));
         };
-        int n = 0;  // loads, of keys and of values in turns
+        int n = 0;  // loads, alternately of keys and of values
 #pragma unroll 1
         for (; walk.at < walk.stop; n++) {
             barrier_wait(empty + 8 * stage_of(n), parity_of(n) ^ 1);
