@@ -116,7 +116,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
     __shared__ int heads[ROWS];   // where a row lies in (T, H)
     __shared__ int from[TILE];    // where in the cache a tree's row finds the positions of a tile: its ancestors in their order; EXACT: as positions, which are the places of codes
     __shared__ float shifts[EXACT ? ROWS : 1];    // of a row's products with codes
-    [[maybe_unused]] __shared__ float2 written[2][EXACT ? ROWS : 1];  // stats by tiles in turn: a warp may write those of a tile while another joins it to the one before
+    [[maybe_unused]] __shared__ float2 written[2][EXACT ? ROWS : 1];  // stats of alternate tiles: a warp may write those of a tile while another joins it to the one before
     [[maybe_unused]] __shared__ u8 offsets[EXACT ? MAX_DECODE_ROWS + 1 : 1];  // positions of the step's rows after the committed ones
     u16 *qs = shared, *tiles = qs + ROWS * STRIDE, *ps = tiles + TILES * TILE * STRIDE;
     float* tops = (float*)(ps + ROWS * PROBABILITIES);  // maxima of each row over 16 positions
@@ -209,7 +209,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
         }
         __syncthreads();
 
-        // load i of keys and values in turns, -1: none, before the first tile; `later`: not of the first tile, which alone may be a tree's row's
+        // load i, alternately of keys and of values, -1: none, before the first tile; `later`: not of the first tile, which alone may be a tree's row's
         auto fetch = [&](int i, bool later) {
             const bool of_values = i % 2;
             if (!of_values && (PACKED || !ALONE || D > 128 || ahead < NOWHERE)) start = place_of(keys, ahead);  // in other builds a branch would spill a register
