@@ -14,8 +14,8 @@ class Held(NamedTuple):
     """Rows that a step may attend to: committed ones, then the step's own.
 
     rows    (n + T, K, D) float32 of each plane
-    places  (n,) positions of the committed ones
-    exact   whether these are the copies in float32 beside a cache's formats; None: the cache has no such copies
+    places  (n,) positions of the committed rows
+    exact   whether these are the float32 copies of a compressed cache's rows; None: the cache has no such copies
     """
 
     rows: list[np.ndarray]
@@ -45,12 +45,12 @@ class NumpyRows:
         return decoded(self.planes[-1], self.spec.planes[-1])
 
     def write(self, *rows: np.ndarray) -> list[np.ndarray]:
-        """Append the step's rows (T, K, D) to the past; the rows of both, (n + T, K, D)."""
+        """Append the step's rows (T, K, D) to the past; return the rows of both, (n + T, K, D)."""
         end = self.put([encoded(new, plane) for new, plane in zip(rows, self.spec.planes, strict=True)])
         return [decoded(held[:end], plane) for held, plane in zip(self.planes, self.spec.planes, strict=True)]
 
     def put(self, rows: list[np.ndarray]) -> int:
-        """Append the step's rows, in their formats, to the past; where they end."""
+        """Append the step's rows, in their formats, to the past; return the index of their end."""
         end = self.past + len(rows[0])
         if end > len(self.planes[0]):
             self.planes = [_grown(held, room_for(end, len(held)), self.past) for held in self.planes]
@@ -59,7 +59,7 @@ class NumpyRows:
         return end
 
     def hold(self, step: Step, *rows: np.ndarray, q: np.ndarray | None = None) -> list[Held]:
-        """Append the step's rows to the past; what the step may attend to with queries q, in parts."""
+        """Append the step's rows to the past; return the rows that queries q of the step may attend to, in parts."""
         return [Held(self.write(*rows), np.arange(self.past))]
 
     def commit(self, path: np.ndarray) -> None:
@@ -102,14 +102,14 @@ def _empty(plane: Plane) -> np.ndarray:
 
 
 def encoded(rows: np.ndarray, plane: Plane) -> np.ndarray:
-    """float32 (n, K, D) as the plane stores it."""
+    """Encode float32 rows (n, K, D) as the plane stores them."""
     if plane.format == NATIVE:
         return rows
     return FORMATS[plane.format].encode(rotate(rows) if plane.rotated else rows)
 
 
 def decoded(rows: np.ndarray, plane: Plane) -> np.ndarray:
-    """The inverse of `encoded`, up to what the format loses."""
+    """Decode rows of a plane to float32 (n, K, D)."""
     if plane.format == NATIVE:
         return rows
     values = FORMATS[plane.format].decode(rows, plane.dim)
@@ -117,12 +117,12 @@ def decoded(rows: np.ndarray, plane: Plane) -> np.ndarray:
 
 
 def room_for(end: int, room: int) -> int:
-    """Rows of an array of `room` rows once `end` have to fit."""
+    """Compute the new size of an array of `room` rows in which `end` rows must fit."""
     return room if end <= room else max(2 * room, end)
 
 
 def rows_held(tokens: int, rows: int) -> int:
-    """Rows of NumpyRows' arrays once `tokens` tokens have been read in steps of `rows`."""
+    """Compute the size in rows of NumpyRows' arrays after `tokens` tokens were read in steps of `rows`."""
     room = 0
     for end in (*range(rows, tokens, rows), tokens):
         room = room_for(end, room)
@@ -136,7 +136,7 @@ def _grown(rows: np.ndarray, room: int, past: int) -> np.ndarray:
 
 
 class NumpyWindow(NumpyRows):
-    """Rows of the first `sinks` committed tokens and of the last `window`, oldest first; the step's rows lie apart."""
+    """Rows of the first `sinks` committed tokens and the last `window`, oldest first; the step's rows are separate."""
 
     def __init__(self, spec: RowSpec):
         super().__init__(spec)
@@ -145,7 +145,7 @@ class NumpyWindow(NumpyRows):
         self.rows = self.planes  # the step's
 
     def write(self, *rows: np.ndarray) -> list[np.ndarray]:
-        """Keep the step's rows until the commit; the rows of the window and of the step."""
+        """Keep the step's rows until the commit; return the rows of the window and of the step."""
         self.rows = [encoded(new, plane) for new, plane in zip(rows, self.spec.planes, strict=True)]
         parts = zip(self.planes, self.rows, self.spec.planes, strict=True)
         return [decoded(np.concatenate([held, new]), plane) for held, new, plane in parts]
@@ -156,7 +156,7 @@ class NumpyWindow(NumpyRows):
         return [Held(self.write(*rows), np.concatenate([np.arange(first), rest]))]
 
     def commit(self, path: np.ndarray) -> None:
-        if len(path) and not len(self.rows[0]):  # a step may leave a layer's rows unwritten: blanks
+        if len(path) and not len(self.rows[0]):  # a step may not write a layer's rows: blanks
             self.rows = [np.zeros((int(path.max()) + 1, *new.shape[1:]), new.dtype) for new in self.rows]
         leaves = len(self.planes[0]) + len(path) - self.window  # rows before it, but for the first `sinks`
         pairs = zip(self.planes, self.rows, strict=True)

@@ -12,7 +12,7 @@ THINK, END_THINK = "<think>", "</think>"
 
 @dataclass
 class Parts:
-    """Parts of a reply that are certain.
+    """Parts of a reply that can no longer change.
 
     tool_calls  as OpenAI streams them: {"index", "id", "type", "function": {"name", "arguments": JSON text}}
     """
@@ -23,12 +23,12 @@ class Parts:
 
 
 class ReplyParser:
-    """Parses one reply by the syntax of its chat template; no part of a tag is ever shown.
+    """Parser of one reply by the syntax of its chat template; no part of a tag is ever shown.
 
-    However a reply is cut into pieces, its parts are the same. Reasoning lasts until </think> if the prompt ends with
-    <think> or the reply begins with it, and loses the white space around it; a call in the reasoning is reasoning.
-    Calls count if there are tools and the template shows a syntax of common.tools. A malformed call and a call that
-    never ends are text, tags included.
+    The parts do not depend on how the reply is cut into pieces. Reasoning lasts until </think> if the prompt ends with
+    <think> or the reply begins with it, and is stripped of white space; a call inside the reasoning is reasoning. Calls
+    are parsed if there are tools and the template shows a syntax of common.tools. A malformed call and a call that
+    never ends are text, including their tags.
     """
 
     def __init__(self, template: str, prompt: str, tools: Sequence[Any] | None = None):
@@ -41,7 +41,7 @@ class ReplyParser:
         self._state: Callable[[Parts, bool], bool] = self._text
         if self._thinks:
             self._state = self._reasoning if prompt.rstrip().endswith(THINK) else self._start
-        self._held = ""  # read and not yet shown
+        self._held = ""  # text that was read and is not shown yet
         self._shown = False  # whether any text has been shown, or any reasoning while it lasts
         self._body = self._scan = 0  # where a call's body begins in _held, and how far its end has been looked for
         self._bare = False  # whether that call began without <tool_call>
@@ -54,17 +54,17 @@ class ReplyParser:
         return self._state == self._reasoning
 
     def push(self, text: str, parts: Parts) -> None:
-        """Read more of the reply and add what is now certain to `parts`."""
+        """Read more of the reply, and add the parts that can no longer change to `parts`."""
         self._held += text
         while self._state(parts, False):
             pass
 
     def finish(self, parts: Parts) -> None:
-        """Add to `parts` what was held back, after the end of the reply."""
+        """Add the held text to `parts`, after the end of the reply."""
         while self._state(parts, True):
             pass
 
-    # The states. Each takes what it can from _held, and returns whether the state that it has set can go on.
+    # The states. Each takes text from _held, and returns whether the state that it has set can continue.
 
     def _start(self, parts: Parts, end: bool) -> bool:
         begun = self._held.lstrip()
@@ -110,11 +110,11 @@ class ReplyParser:
         return False
 
     def _call(self, parts: Parts, end: bool) -> bool:
-        """Read a call up to its closing tag; what is no call becomes text. False: it waits for more."""
+        """Read a call up to its closing tag; a malformed call becomes text. Returns False if more text is needed."""
         assert self._syntax
         lead = self._syntax.lead
         if not lead.startswith(self._held[self._body :].lstrip()[: len(lead)]):
-            self._show(parts, self._body)  # this becomes no call, so nobody has to wait for its end
+            self._show(parts, self._body)  # cannot become a call, so it is shown without waiting for its end
             self._state = self._text
             return True
         at = self._held.find(CLOSE, self._scan)
@@ -151,5 +151,5 @@ class ReplyParser:
 
 
 def overlap(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that begins `tag`."""
+    """Compute the length of the longest suffix of `text` that is a prefix of `tag`."""
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)

@@ -1,8 +1,8 @@
 """Traces of routing: the experts that a model's rows chose, token by token, and synthetic ones of a stated skew.
 
-Random weights route uniformly, which no cache of experts can use. A benchmark replays a trace instead: one recorded
-from a trained model, or a synthetic one. Its experts follow a Zipf law that drifts with the topic of the text, and some
-are those of the token before.
+Random weights route uniformly, so that a cache of experts has no benefit. A benchmark replays a trace instead: recorded
+from a trained model, or synthetic. The experts of a synthetic trace follow a Zipf law that drifts with the topic of the
+text, and some experts are those of the previous token.
 """
 
 import re
@@ -24,8 +24,8 @@ HEADER = re.compile(r"#\s*routing trace:\s*n_layer=(\d+)\s+n_expert=(\d+)\s+n_ex
 class Trace:
     """The experts that tokens chose.
 
-    ids      (tokens, layers, used) int32, of the layers that have experts
-    experts  of each layer
+    ids      (tokens, layers, used) int32, for the layers that have experts
+    experts  number of experts per layer
     """
 
     ids: np.ndarray
@@ -39,9 +39,9 @@ class Trace:
         return Profile(counts, self.ids.shape[2])
 
     def over(self, layers: int, experts: int, used: int) -> "Trace":
-        """The trace for a model of so many layers with experts: where it has fewer, layers repeat it.
+        """Return the trace for a model with `layers` layers of experts; if it has fewer, they are repeated.
 
-        Each repetition begins elsewhere in the text. Raises BimetalError for other numbers of experts.
+        Each repetition begins at another token of the text. Raises BimetalError for other numbers of experts.
         """
         tokens, own, takes = self.ids.shape
         if (self.experts, takes) != (experts, used):
@@ -52,7 +52,7 @@ class Trace:
         return Trace(np.ascontiguousarray(np.concatenate(repeated, axis=1)[:, :layers]), experts)
 
     def lru_hits(self, share: float) -> float:
-        """Share of the second half's uses that a plain LRU cache holds, of `share` of each layer's experts."""
+        """Compute the hit rate, over the second half, of an LRU cache of a `share` of each layer's experts."""
         slots, hits = max(1, int(share * self.experts)), 0
         for layer in range(self.ids.shape[1]):
             held: OrderedDict[int, None] = OrderedDict()
@@ -73,7 +73,7 @@ class Skew:
     zipf      exponent of the experts' popularity by rank
     drift     standard deviation of the logarithm by which a topic changes each expert's popularity
     topic     tokens of a topic
-    locality  chance that an expert of the token before is chosen again, beside its popularity
+    locality  probability that an expert of the previous token is chosen again, in addition to its popularity
     """
 
     zipf: float = 1.0
@@ -83,7 +83,7 @@ class Skew:
 
 
 def synthetic_trace(layers: int, experts: int, used: int, tokens: int, skew: Skew, seed: int = 0) -> Trace:
-    """A trace of random routing, each layer by itself."""
+    """Draw a trace of random routing, independent for each layer."""
     random = np.random.default_rng(seed)
     base = random.permuted(np.tile(-skew.zipf * np.log(np.arange(1, experts + 1)), (layers, 1)), axis=1)
     ids = np.empty((tokens, layers, used), np.int32)
@@ -100,7 +100,7 @@ def synthetic_trace(layers: int, experts: int, used: int, tokens: int, skew: Ske
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write `path`, a .npz or a .csv file, whole or not at all. Raises OSError."""
+    """Write `path`, a .npz or a .csv file, atomically. Raises OSError."""
     tokens, layers, used = trace.ids.shape
     with rewriting(path) as file:
         if path.suffix == ".npz":

@@ -1,8 +1,8 @@
-"""A tensor as a file stores it: bytes that stay memory-mapped until a backend asks for them.
+"""Stored tensors: bytes that stay memory-mapped until a backend reads them.
 
-Every reader (`common/gguf.py`, `common/safetensors.py`) hands out `Tensor`s, every loader fix maps a `Tensor` to a
-`Tensor`, and each backend turns one into its own weight handle. Rows (the first axis) are always whole, so taking
-rows never decodes anything.
+Every reader (`common/gguf.py`, `common/safetensors.py`) returns `Tensor`s, every loader fix maps a `Tensor` to a
+`Tensor`, and each backend converts a `Tensor` to its own weight handle. Rows (the first axis) are never split, so that
+taking rows decodes nothing.
 """
 
 import mmap
@@ -41,7 +41,7 @@ class Tensor:
         return sum(t.data.nbytes for t in (self, self.scales, self.biases) if t is not None)
 
     def take_rows(self, index: np.ndarray) -> "Tensor":
-        """The rows `index` (int, (n,)) of the first axis, in that order; works for every type."""
+        """Take the rows `index` (n,) int of the first axis, in that order; works for every type."""
         if len(self.shape) == 1:  # a vector's elements are its rows
             size = self.data.shape[-1] // self.shape[0]
             data = self.data.reshape(self.shape[0], size)[index].reshape(-1)
@@ -56,7 +56,7 @@ class Tensor:
         )
 
     def reshape(self, shape: tuple[int, ...]) -> "Tensor":
-        """The same elements under `shape`, which may differ from the stored one in axes of length 1 alone."""
+        """Return the same elements with `shape`, which may differ from the stored shape only in axes of length 1."""
 
         def reshaped(part: "Tensor", shape: tuple[int, ...]) -> "Tensor":
             return replace(part, shape=shape, data=part.data.reshape(*shape[:-1], -1))
@@ -70,12 +70,12 @@ class Tensor:
 
 
 def same_axes(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Test whether the shapes differ in axes of length 1 alone, so that writers may keep or drop those axes."""
+    """Test whether the shapes differ only in axes of length 1, which writers may keep or drop."""
     return [n for n in one if n != 1] == [n for n in other if n != 1]
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:
-    """Equal tensors as one with a new first axis, named after the first: the experts of a layer. Copies."""
+    """Copy equal tensors, such as a layer's experts, to one with a new first axis and the name of the first."""
     first = tensors[0]
     for tensor in tensors:
         if (tensor.type, tensor.shape, tensor.bits, tensor.group_size) != (
@@ -98,14 +98,14 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class MappedFile(mmap.mmap):
-    """A mapping that knows its file: the path, and the state of the file when it was mapped."""
+    """A memory map with the path of its file, and the state of the file when it was mapped."""
 
     path: Path
     stat: os.stat_result
 
 
 def map_file(path: Path) -> np.ndarray:
-    """The file's bytes as a read-only uint8 array, (size,), that the system pages in on use; held while mapped."""
+    """Map a file's bytes as a read-only uint8 array, (size,), that the system pages in on use."""
     try:
         if path.stat().st_size == 0:
             raise BimetalError(f"{path} is empty")
@@ -119,9 +119,9 @@ def map_file(path: Path) -> np.ndarray:
 
 
 def release(tensor: Tensor) -> None:
-    """Drop the tensor's pages from memory, once a copy of it exists; they come back from the file if read again.
+    """Drop the tensor's pages from memory, once a copy of it exists; the system reads them again from the file on use.
 
-    Does nothing for bytes that are not a view into a mapped file, and where the system has no MADV_DONTNEED.
+    Does nothing for bytes that are not a view into a mapped file, or if the system has no MADV_DONTNEED.
     """
     for part in (tensor, tensor.scales, tensor.biases):
         if part is not None:
@@ -129,7 +129,7 @@ def release(tensor: Tensor) -> None:
 
 
 def give_back(data: np.ndarray) -> None:
-    """`release` of bytes."""
+    """Drop pages as `release` does, for an array of bytes."""
     found = stored_at(data)
     if found is not None and data.flags.c_contiguous and hasattr(mmap, "MADV_DONTNEED"):
         map_, start = found
@@ -140,7 +140,7 @@ def give_back(data: np.ndarray) -> None:
 
 
 def stored_at(data: np.ndarray) -> tuple[MappedFile, int] | None:
-    """The file that `data` is a view into, and where the view begins in it; None for bytes of no mapped file."""
+    """Return the mapped file of `data` and the offset of `data` in it; None for bytes that are not mapped."""
     whole = data
     while isinstance(whole.base, np.ndarray):
         whole = whole.base

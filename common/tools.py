@@ -1,12 +1,12 @@
-"""Tool calls as models write them: which syntax a chat template teaches, and what one call in it says.
+"""Tool calls in replies: the syntax that a chat template shows, and the parser of a call.
 
-Three syntaxes cover the families we run. Each call stands between <tool_call> and </tool_call>:
+Three syntaxes cover the supported families. Each call is enclosed by <tool_call> and </tool_call>:
 
     Hermes, Qwen2.5, Qwen3      {"name": NAME, "arguments": {...}}
     Qwen3-Coder, Qwen3.5/3.6    <function=NAME> <parameter=KEY>⏎VALUE⏎</parameter> ... </function>
     GLM-4.5 to 4.7, Laguna      NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> ...
 
-The last two write strings as they are and other values as JSON; the tool's JSON schema says which of them a value is.
+The last two write strings unquoted and other values as JSON; the tool's JSON schema determines which one a value is.
 """
 
 import json
@@ -29,10 +29,10 @@ _NAME = r"[\w.:/-]+"
 class Syntax(NamedTuple):
     """Syntax of a family's tool calls.
 
-    parse  the call in the text between the tags; None if that text ends inside a value, so that the closing tag belongs
-           to the value; ValueError if it is no call
-    lead   what follows <tool_call> and white space in every call
-    bare   what begins a call of the tool {} where models often forget <tool_call>
+    parse  function that parses the text between the tags; returns None if that text ends inside a value, so that the
+           closing tag belongs to the value; raises ValueError if the text is no call
+    lead   text that follows <tool_call> and white space in every call
+    bare   text that begins a call of the tool {} for models that often omit <tool_call>
     """
 
     parse: Parse
@@ -41,7 +41,7 @@ class Syntax(NamedTuple):
 
 
 def find_syntax(template: str) -> Syntax | None:
-    """The syntax that a chat template shows its model; None if it is none of ours."""
+    """Return the syntax that a chat template shows its model; None if it is not supported."""
     if OPEN not in template:
         return None
     if "<function=" in template and "<parameter=" in template:
@@ -52,7 +52,7 @@ def find_syntax(template: str) -> Syntax | None:
 
 
 def syntax_of(template: str) -> Syntax | None:
-    """The syntax of calls in replies to prompts of a chat template: its own, or that of `spelled_out`."""
+    """Return the syntax of calls in replies to a chat template's prompts: its own, or that of `spelled_out`."""
     return HERMES if lacks_tools(template) else find_syntax(template)
 
 
@@ -72,9 +72,9 @@ To call one, write a JSON object with its name and its arguments between tags, f
 
 
 def spelled_out(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """A conversation with tools for a template that has no place for them: tools, calls and results become text.
+    """Rewrite a conversation for a template that does not support tools: tools, calls and results become text.
 
-    messages  as templates take them; the tools go to the end of the system message, results to the user
+    messages  as templates take them; tools are added to the end of the system message, results to the user's messages
     """
     told = TEACHING.replace("TOOLS", "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     out: list[dict[str, Any]] = []
@@ -98,7 +98,7 @@ def spelled_out(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> 
 
 
 def plain_text(content: Any) -> str:
-    """The text of a message's content: text, parts of text, or None."""
+    """Return the text of a message's content, which is text, parts of text, or None."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part["text"] for part in content)
@@ -110,7 +110,7 @@ def _signature(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def schemas(tools: Any) -> dict[str, Mapping[str, Any]]:
-    """The parameters of each tool, given as in OpenAI's API: {"type": "function", "function": {...}}."""
+    """Return the parameters of each tool; tools as in OpenAI's API: {"type": "function", "function": {...}}."""
     if not isinstance(tools, list | tuple):
         raise UsageError(f"tools is {shown(tools)}, not a list")
     found = {}
@@ -127,7 +127,7 @@ def schemas(tools: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def read_call(syntax: Syntax, body: str, schemas: Schemas) -> dict[str, str] | None:
-    """The call in `body` as OpenAI writes it: name, and arguments as JSON text. None and ValueError as Syntax.parse."""
+    """Read the call in `body` as OpenAI's name and arguments as JSON text. None and ValueError as in Syntax.parse."""
     try:
         call = syntax.parse(body, schemas)
         if call is None:
@@ -153,7 +153,7 @@ def _hermes(body: str, schemas: Schemas) -> Call | None:
 
 
 def _tagged(head: str, argument: str, close: str, tail: str, framed: bool) -> Parse:
-    """A parser of a name and arguments between tags, from patterns.
+    """Build a parser of a name and arguments between tags from patterns.
 
     head      the call up to its first argument; group 1 is the name
     argument  an argument up to its value; group 1 is the key
@@ -186,7 +186,7 @@ def _tagged(head: str, argument: str, close: str, tail: str, framed: bool) -> Pa
         return name, arguments
 
     def closing(body: str, start: int) -> re.Match[str] | None:
-        """The tag that ends the value at `start`: not one of a pair inside it, nor one with more of the value after."""
+        """Find the tag that ends the value at `start`, not one of a pair inside the value or one before more of it."""
         depth = 0
         for tag in tags.finditer(body, start):
             if tag[0] != close:
@@ -217,10 +217,10 @@ _PYTHON = {"None": None, "True": True, "False": False}  # Qwen's templates print
 
 
 def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """The value that `text` stands for under a JSON schema, whose $refs lead into `root`.
+    """Convert `text` to a value under a JSON schema, whose $refs point into `root`.
 
-    Where strings are allowed, JSON of another allowed type is taken as that, the rest as it is. Where they are not,
-    JSON is taken as it is, and what is not JSON stays text: the tool can then tell the model what is wrong with it.
+    If strings are allowed, JSON of another allowed type is parsed, and all other text is a string. If strings are not
+    allowed, JSON is parsed, and text that is not JSON stays a string: the tool can then report the error to the model.
     """
     types = _types(schema, root)
     try:
@@ -248,7 +248,7 @@ def _property(schema: Mapping[str, Any], key: str) -> Any:
 
 
 def _types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a schema allows; all of them where it does not say."""
+    """Return the JSON types that a schema allows; all types if it does not state any."""
     types: set[str] = set()
     left, seen = [schema], set[int]()  # a $ref may lead back
     while left:

@@ -1,4 +1,4 @@
-"""The calibrated window of a WeDLM model: a small JSON file beside the model, which `generate calibrate` writes."""
+"""The calibrated window of a WeDLM model: a small JSON file next to the model, which `generate calibrate` writes."""
 
 import json
 import math
@@ -16,11 +16,11 @@ VALUES, MEASURED = ("window", "tau", "lambda"), ("agreement", "tokens_per_forwar
 
 @dataclass(frozen=True)
 class Calibration:
-    """A window's options, and what was measured with them.
+    """A window's options, and measurements with them.
 
-    agreement           share of the tokens that plain greedy decoding would have chosen at their places
-    tokens_per_forward  of forwards that filled a mask
-    text                name of the file that was decoded from
+    agreement           share of the tokens that plain greedy decoding would have chosen at their positions
+    tokens_per_forward  mean over the forwards that filled a mask
+    text                name of the file that the prompts were cut from
     """
 
     window: WedlmOptions
@@ -39,7 +39,7 @@ def place(model: Path) -> Path:
 
 
 def write(model: Path, found: Calibration) -> Path:
-    """Keep a calibration beside the model; returns the file. Raises OSError."""
+    """Write a calibration next to the model, and return its path. Raises OSError."""
     window = found.window
     values = dict(zip(VALUES, (window.window, window.tau, window.penalty), strict=True))
     if window.checks:
@@ -50,7 +50,7 @@ def write(model: Path, found: Calibration) -> Path:
 
 
 def read(model: Path) -> Calibration | None:
-    """The calibration beside the model, if there is one. Raises BimetalError for a file that is none."""
+    """Read the calibration next to the model; None if there is no file. Raises BimetalError for an invalid file."""
     file = place(model)
     if not file.is_file():
         return None
@@ -68,6 +68,6 @@ def read(model: Path) -> Calibration | None:
 
 
 def window_beside(model: Path) -> WedlmOptions:
-    """The window that replies of the model take where they are given none: as calibrated, else the preset."""
+    """Return the default window of the model's replies: the calibrated one, else the preset."""
     found = read(model)
     return PRESETS["balanced"] if found is None else found.window
