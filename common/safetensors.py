@@ -33,7 +33,7 @@ DEFAULTS = {"affine": (4, 64), "mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or BimetalError."""
+    """Return the object in a JSON file, or BimetalError."""
     check_regular(path)
     try:
         return parse_object(path.read_bytes(), str(path))
@@ -42,7 +42,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_object(text: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in `text` (UTF-8), or BimetalError; a key given twice is an error."""
+    """Return the JSON object in `text` (UTF-8), or BimetalError; a key given twice is an error."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(result := dict(items)) < len(items):
@@ -65,7 +65,7 @@ def parse_object(text: bytes, what: str) -> dict[str, Any]:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file, as stored.
+    """Return the tensors of one safetensors file, as stored.
 
     Raises BimetalError for a file that the safetensors package refuses (cut short, inconsistent, with bytes that no
     tensor or two tensors cover), for a tensor without elements, and for 8-bit and smaller float types.
@@ -84,7 +84,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _map_tensor(data: np.ndarray, where: str, name: str, entry: dict[str, Any]) -> Tensor:
-    """The tensor of one entry of a header that the safetensors package accepts; `data` follows the header."""
+    """Return the tensor of one entry of a header that the safetensors package accepts; `data` follows the header."""
     dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in ITEM_BYTES:
         raise BimetalError(f"{where} has dtype {dtype!r}; supported are {', '.join(ITEM_BYTES)}")

@@ -36,7 +36,7 @@ class Ranks:
     divides_head: bool = False
 
     def divide(self, count: int, what: str) -> int:
-        """Return this rank's share of `count` `what`; raises BimetalError where the ranks cannot share them equally."""
+        """Return this rank's share of `count` `what`; raises BimetalError if the ranks cannot share them equally."""
         if count % self.size:
             raise BimetalError(
                 f"{count} {what} cannot be divided among {self.size} ranks; choose a number that divides {count}"

@@ -187,9 +187,7 @@ class Tokenizer:
         return prompt.tokens if tokenize else prompt.text
 
     def check_fits(self, text: str, context: int) -> None:
-        """Refuse a text that has more than `context` tokens where that is certain without encoding it:
-        PromptTooLongError.
-        """
+        """Refuse a text that certainly has more than `context` tokens, without encoding it: PromptTooLongError."""
         if len(text) > context and (least := self.least_tokens(text)) > context:
             raise PromptTooLongError(
                 f"the prompt has at least {least} tokens and the context holds {context}; shorten it or raise ctx",
@@ -198,8 +196,9 @@ class Tokenizer:
             )
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that `encode(text)` cannot go below, found without encoding, which takes half a minute for
-        10 MB: no token stands for more bytes than the longest one. 0 where that does not hold.
+        """Compute a lower bound on the tokens of `text` without encoding it, which takes half a minute for 10 MB.
+
+        No token stands for more bytes than the longest one; 0 if a token may stand for any number of bytes.
         """
         if self._longest is None:
             return 0

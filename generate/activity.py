@@ -12,12 +12,12 @@ from common.reading import common_length
 class Activity:
     """Counts and rates of a model's current work.
 
-    running, waiting  replies that are generated, and that wait for a slot
-    context_share     tokens that the running replies hold, over those that all slots may hold together
-    prefix_bytes      of states that the prefix cache keeps in memory
-    prefix_budget     most of these bytes
+    running, waiting  numbers of replies that are generated, and that wait for a slot
+    context_share     tokens that the running replies hold, divided by the capacity of all slots in tokens
+    prefix_bytes      bytes of states that the prefix cache keeps in memory
+    prefix_budget     maximum of prefix_bytes
     lengths           tokens of prompt and reply that each running reply holds
-    preemptions       times so far that a reply left its slot for others, to go on later
+    preemptions       number of times so far that a reply was suspended to free memory for others
     """
 
     running: int

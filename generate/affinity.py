@@ -50,7 +50,7 @@ class PromptAffinity:
 
 
 def session_of(body: bytes) -> str | None:
-    """Return a digest of how the conversation in a request's body begins, or None where the body holds none."""
+    """Return a digest of how the conversation in a request's body begins, or None if the body holds none."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
@@ -60,7 +60,7 @@ def session_of(body: bytes) -> str | None:
 
 
 def _beginning(body: Mapping[str, Any]) -> list[Any] | None:
-    """The system prompt and the messages up to the first user's, or the first characters of a prompt."""
+    """Return the system prompt and the messages up to the first user's, or the first characters of a prompt."""
     system = [body.get("system"), body.get("instructions")]
     for name in ("messages", "input"):
         if isinstance(messages := body.get(name), list) and messages:

@@ -39,7 +39,7 @@ class Placement:
     split    proportions of the model's bytes, one per device; empty: those of free memory
     draft    the GPU of a draft; None: the last of `devices`
     memory   limit in bytes: of this process on each GPU, on other backends of the model; None: free memory
-    tokens   of the context that must fit into `memory` beside the weights; None: up to CACHED
+    tokens   tokens of the context that must fit into `memory` together with the weights; None: up to CACHED
     tensor_parallel  number of ranks that divide every layer, on `devices` or on a group of machines; None: the model is
              divided by layers
     """
@@ -85,7 +85,7 @@ ONE_GPU = Placement()
 
 
 def placement_of(args: Any) -> Placement:
-    """The placement that parsed flags, or the options of a bench, ask for."""
+    """Return the placement that parsed flags, or the options of a bench, request."""
     draft_device = getattr(args, "draft_device", None)
     check_draft(draft_device, getattr(args, "draft", None))
     memory = getattr(args, "memory", None)
@@ -94,7 +94,7 @@ def placement_of(args: Any) -> Placement:
 
 
 def check_draft(device: int | None, draft: str | None) -> None:
-    """Refuse a GPU for a draft where no draft is given."""
+    """Refuse a GPU for a draft if no draft is given."""
     if device is not None and draft is None:
         raise UsageError(f"draft_device is {device}, and there is no draft; give one")
 
@@ -141,12 +141,12 @@ CACHED = 4096  # tokens beside which weights must fit
 
 
 def usable() -> list[Found]:
-    """The backends that this machine can run."""
+    """Return the backends that this machine can run."""
     return [found for find in FINDERS.values() if (found := find()).usable]
 
 
 def choose(name: str | None, checkpoint: Checkpoint | None = None) -> Found:
-    """The backend called `name`, or by itself as CHOICE says; without a checkpoint, for a model that fits."""
+    """Return the backend `name`, or without a name choose by CHOICE; without a checkpoint, for a model that fits."""
     if name is not None and name not in FINDERS:
         raise UsageError(f"backend {name!r} is unknown; supported: {', '.join(NAMES)}")
     if name is None:
@@ -186,7 +186,7 @@ def open_backend(
     random: bool = False,
     hot: HotExperts | None = None,
 ) -> Ops:
-    """The ops of the chosen backend, in the precision of `checkpoint`; call it in the thread that will use them.
+    """Open the ops of the chosen backend, in the precision of `checkpoint`; call it in the thread that will use them.
 
     random  on CUDA, ops that make quantized matrices at random
     hot     on one CUDA GPU, what experts may take of its memory; None: all of them lie there
@@ -266,10 +266,10 @@ def open_model(
     placement: Placement = ONE_GPU,
     experts: Callable[[Ops], OpenExperts] | HotExperts | None = None,
 ) -> Model:
-    """The checkpoint on the chosen backend: by our definition, or on MLX by mlx-lm's where we have none.
+    """Load the checkpoint on the chosen backend: by our definition, or on MLX by mlx-lm's if we have none.
 
-    experts  gives what `load_model` opens experts with that are read while the model runs; or what experts may take of
-             a GPU's memory
+    experts  returns the argument with which `load_model` opens experts that are read while the model runs; or the
+             limit of a GPU's memory for experts
     """
     hot = experts if isinstance(experts, HotExperts) else None
     ops = open_backend(backend, checkpoint, placement, hot=hot)
@@ -306,7 +306,7 @@ def leave_thread() -> None:
 
 
 def backend_package(name: str) -> ModuleType:
-    """The package of backend `name`, "mlx" or "cuda": the one place that imports any."""
+    """Import the package of backend `name`, "mlx" or "cuda"; no other function imports a backend."""
     if name == "cuda":
         import cuda_backend
 

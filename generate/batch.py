@@ -63,7 +63,7 @@ class Request:
         return f"line-{self.line}"
 
     def custom_id(self) -> str | None:
-        """The name that the line gives; None where it gives none, or cannot be read."""
+        """Return the name that the line gives; None if it gives none, or cannot be read."""
         try:
             name = self.values().get("custom_id")
         except ApiError:
@@ -111,7 +111,7 @@ class Answered:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer what OUT lacks; raises BimetalError at the end where OUT has errors."""
+    """Answer the requests that OUT lacks; raises BimetalError at the end if OUT has errors."""
     requests, out = Path(args.requests), Path(args.answers)
     with naming(out):
         return _run(args, requests, out)
@@ -174,7 +174,7 @@ def read_answers(file: IO[bytes], out: Path) -> Answered:
 
 
 def check_requests(requests: Path, out: Path, answered: Answered) -> int:
-    """Count the requests; raises UsageError where OUT has answers to others, or would have two of one name."""
+    """Count the requests; raises UsageError if OUT has answers to others, or would have two of one name."""
     total = known = checksums = 0
     named: dict[str, int] = {}  # lines by the custom_id that they give
     for request in read_requests(requests):
@@ -269,7 +269,7 @@ class Batch:
         self.bar.update()
 
     async def _reply(self, url: str, fields: Fields) -> dict[str, Any]:
-        """The body of the reply to a request; raises ApiError."""
+        """Return the body of the reply to a request; raises ApiError."""
         if fields.flag("stream", False):
             raise fields.refuse("stream", "answers of a batch are written whole")
         parsed = DIALECTS[url](fields, self.facts)

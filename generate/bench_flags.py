@@ -23,7 +23,7 @@ from generate.flags import BACKENDS, Parser
 
 
 def options(args: argparse.Namespace) -> BenchOptions:
-    """The options of the job that the flags of `bench` name; refuses flags of another job."""
+    """Return the options of the job that the flags of `bench` name; refuses flags of another job."""
     if args.spec_prompts is not None and args.synthetic is not None:
         raise UsageError("--spec-prompts and --synthetic exclude each other; random weights accept next to nothing")
     if args.serve is not None and (args.spec_prompts or args.synthetic):
@@ -49,7 +49,7 @@ def options(args: argparse.Namespace) -> BenchOptions:
 
 
 def _taken(job: type[BenchOptions]) -> set[str]:
-    """The flags that a job takes, by name; those of a cache stand for its choice."""
+    """Return the names of the flags that a job takes; `cache` is replaced by the flags of CacheChoice."""
     names = {field.name for field in fields(job)}
     return names - {"cache"} | ({*CacheChoice.__dataclass_fields__} if "cache" in names else set())
 
@@ -65,7 +65,7 @@ def _check_companions(args: argparse.Namespace) -> None:
 
 
 def bench(p: Parser) -> None:
-    """Flags are None where they are not given; bench_options.py has the defaults of each job."""
+    """Add the flags of `bench`, whose default is None: bench_options.py has the defaults of each job."""
     p.add_argument("named", nargs="?", metavar="MODEL", help="the model to measure, in place of --model")
     flags.model(p, (*BACKENDS, "all"))
     p.set_defaults(model=None)

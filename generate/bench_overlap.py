@@ -64,5 +64,5 @@ def add_text(total: Overlap, pair: Pair, prompt: Sequence[int], text: Sequence[i
 
 
 def _first(part: np.ndarray) -> np.ndarray:
-    """The candidates of the first position, of drafts whose positions have several rows as well."""
+    """Return the candidates of the first position, of drafts whose positions have several rows as well."""
     return part[0].reshape(-1, part.shape[-1])[0]

@@ -25,7 +25,7 @@ PHASES = ("forward", "choice", "commit")
 
 
 def run(options: SyntheticWindowBench) -> int:
-    """Milliseconds of a step of ROWS rows with its choice, at each context."""
+    """Measure milliseconds of a step of ROWS rows with its choice, at each context."""
     steps, room = 3 + 2 * options.runs * REPEATS, REPEATS * COMMITTED + ROWS
     model = open_synthetic(options, max(options.contexts) + room)
     ops = model.ops
@@ -108,7 +108,7 @@ def _queued_steps(model: Model, state: State, count: int) -> float:
 
 
 def _window(model: Model) -> tuple[np.ndarray, int]:
-    """The tokens of a step, of which the last are masks, and the mask's id."""
+    """Return the tokens of a step, of which the last are masks, and the mask's id."""
     mask = min(WEDLM_MASK, model.config.vocab - 1)
     known = np.random.default_rng(0).integers(0, mask, ROWS - MASKS)
     return np.array([*known, *[mask] * MASKS], np.int32), mask

@@ -108,14 +108,14 @@ class Chat:
                 print(f"error: {printable(of_system(error))}", file=sys.stderr)
 
     def _read(self) -> str | None:
-        """The next message or command; None at the end of input. Raises Interrupted on Ctrl-C."""
+        """Return the next message or command; None at the end of input. Raises Interrupted on Ctrl-C."""
         try:
             return decoded(self._message, "the message")
         except EOFError:
             return None
 
     def _message(self) -> str:
-        """The next line, or the lines after one that is only three quotes, to the next such line."""
+        """Return the next line, or the lines after one that is only three quotes, to the next such line."""
         text = self.read_line("> ")
         if text.strip() != '"""':
             return text
@@ -235,7 +235,7 @@ def _text(value: Any) -> str:
 
 
 def _path(file: str, command: str) -> Path:
-    """The path of a file name as typed: where the locale is not UTF-8, the system's own names are decoded otherwise."""
+    """Return the path of a typed file name: if the locale is not UTF-8, the system's names are decoded differently."""
     if not file or "\0" in file:
         raise UsageError(f"/{command} needs a file name{' without the character NUL' if file else ''}")
     return Path(os.path.expanduser(os.fsdecode(file.encode())))

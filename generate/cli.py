@@ -45,7 +45,7 @@ ELSEWHERE = {  # what commands of Ollama, mlx-lm, vLLM and the Hub's client are 
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The parsed arguments.
+    """Parse the arguments.
 
     command  a key of COMMANDS, or "prompt" or "chat"
     options  of prompt and chat: checked keyword arguments of LLM.stream; of bench: a BenchOptions
@@ -103,7 +103,7 @@ def _finish_text(args: argparse.Namespace) -> None:
 
 
 def _given_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of generation among the flags that were given; refuses what no model takes before one is loaded."""
+    """Return the given options of generation; options that no model takes are refused before one is loaded."""
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name, None) is not None}
     GenerationOptions(**given)
     kind, has_draft = given.get("spec"), getattr(args, "draft", None) is not None
@@ -115,7 +115,7 @@ def _given_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _load_options(args: argparse.Namespace) -> LoadOptions:
-    """The options of loading among the flags of a command that has some or all of them."""
+    """Return the options of loading among the flags of a command that has some or all of them."""
     given: dict[str, Any] = {name: getattr(args, name) for name in LOAD if hasattr(args, name)}
     if args.command in ("prompt", "chat"):
         given["parallel"] = 1  # so that others' states take no memory

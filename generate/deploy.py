@@ -64,7 +64,7 @@ def app(args: dict[str, Any]) -> serve.Application:
 
 
 def proxy() -> list[Middleware]:
-    """The middleware of Ray's proxies: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=generate.deploy:proxy."""
+    """Return the middleware of Ray's proxies: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=generate.deploy:proxy."""
     return [Middleware(PromptAffinity)]
 
 
@@ -126,7 +126,7 @@ def _amount(name: str, value: Any) -> float:
 
 
 def _flags(given: Mapping[str, Any]) -> list[str]:
-    """The flags of `serve` for `key=value` arguments: true gives a flag without a value, a list repeats it."""
+    """Return the flags of `serve` for `key=value` arguments: true gives a flag without a value, a list repeats it."""
     found = []
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"

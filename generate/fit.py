@@ -123,7 +123,7 @@ def _checkpoints(name: str) -> Iterator[tuple[dict[str, Path], str]]:
 
 
 def _choose(listing: Listing, repo: str, file: str | None, quant: str | None) -> tuple[list[str], list[str]]:
-    """The models of a repository, by the path to open ("" for its safetensors), and all files that they need."""
+    """Return the models of a repository, by the path to open ("" for its safetensors), and all files that they need."""
     if file or quant:
         files, entry = choose_files(listing.sizes, repo, file, quant)
         return [entry], files
@@ -134,7 +134,7 @@ def _choose(listing: Listing, repo: str, file: str | None, quant: str | None) ->
 
 
 def _models(paths: Iterable[str]) -> list[str]:
-    """The GGUF models among files: the first part of each, no vision towers and no calibration data."""
+    """Return the GGUF models among files: the first part of each, no vision towers and no calibration data."""
     later_part = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
     ggufs = (path for path in paths if path.endswith(".gguf") and not later_part.search(path))
     return sorted(p for p in ggufs if "mmproj" not in Path(p).name and not Path(p).name.startswith("imatrix"))
@@ -150,7 +150,7 @@ def _local(path: Path) -> dict[str, Path]:
 
 
 def _labelled(entries: Iterable[str]) -> dict[str, str]:
-    """Paths by quantization, or by themselves where two are of one; "" is "safetensors"."""
+    """Return paths by quantization, or by path if two have the same one; "" is "safetensors"."""
     labelled: dict[str, str] = {}
     for entry in entries:
         label = quant_label(entry) if entry.endswith(".gguf") else entry or "safetensors"

@@ -30,7 +30,7 @@ def follow(args: argparse.Namespace) -> int:
 
 
 def join(model: Model, states: Sequence[State], own: Sequence[int], parts: Sequence[Step]) -> tuple[Model, Any, Step]:
-    """The model, the state and the step that run `parts` of several sequences as one step.
+    """Return the model, the state and the step that run `parts` of several sequences as one step.
 
     own  of each sequence, the number of layers that are its own, as JoinedState has it
     """

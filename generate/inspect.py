@@ -148,7 +148,7 @@ def _memory(checkpoint: Checkpoint, layout: Layout, spec: Any, context: int, ops
 
 
 def _formats(spec: Any, ops: Ops) -> None:
-    """Bytes that a token adds with keys and values in each format that the backend has for this model."""
+    """Return bytes that a token adds with keys and values in each format that the backend has for this model."""
     print("\nKV cache formats: bytes that a token adds, keys and values alike (--cache-type-k, --cache-type-v)")
     for name in (NATIVE, *FORMATS):
         try:

@@ -18,7 +18,7 @@ class Interrupted(Exception):  # noqa: N818  a key, no error
 
 
 def line_reader(*completions: Sequence[str]) -> Callable[[str], str]:
-    """A function of a prompt that returns the line, or the pasted lines, that a person enters.
+    """Return a function of a prompt that returns the line, or the pasted lines, that a person enters.
 
     completions  commands to complete, by what they begin with
 

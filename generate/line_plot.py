@@ -65,7 +65,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 11, 
 
 
 def _round_up(value: float) -> float:
-    """The next number whose quarter is round; powers of two stay as they are."""
+    """Return the next number whose quarter is round; powers of two stay as they are."""
     if value == 2 ** round(math.log2(value)):
         return value
     unit = 10 ** math.floor(math.log10(value))

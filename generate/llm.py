@@ -86,11 +86,11 @@ def _shut(owner: OwnerThread, running: Running) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prompt that `LLM.astream_prepared` reads, once or several times.
+    """A prompt for `LLM.astream_prepared`, which may read it several times.
 
-    tokens  of the prompt
-    parser  makes what parses one reply; None: the reply is plain text
-    turns   the turns that a chat template shows in it
+    tokens  token ids of the prompt
+    parser  function that makes the parser of one reply; None: the reply is plain text
+    turns   positions of the conversation's turns in `tokens`
     """
 
     tokens: list[int]
@@ -116,8 +116,8 @@ class LLM:
     ):
         """Load a model.
 
-        check   called with the tokenizer before weights are loaded; what it raises ends the loading
-        window  WeDLM's options for calls that give none of them, in place of the calibrated ones; `spec` may be given
+        check   function that is called with the tokenizer before weights are loaded; its exceptions end the loading
+        window  WeDLM's options for calls that give none of them, instead of the calibrated ones; `spec` may be given
         """
         options = self._options = options or LoadOptions()
         draft = None if options.draft is None else str(options.draft)
@@ -189,13 +189,13 @@ class LLM:
 
     @property
     def activity(self) -> Activity:
-        """Counts and rates of the model's current work."""
+        """Return counts and rates of the model's current work."""
         self._check_open()
         return activity_of(self._engine)
 
     @property
     def step_tokens(self) -> Histogram:
-        """The steps of prompts and of decoding so far, by their tokens; it grows while the model works."""
+        """Return the histogram of all steps so far by their tokens; its counts grow while the model works."""
         self._check_open()
         return self._engine.step_tokens
 
@@ -232,7 +232,7 @@ class LLM:
 
     @takes_options(ChatOptions)
     def stream_chat(self, messages: Sequence[Message], options: ChatOptions) -> Stream:
-        """Generate the assistant's reply to `messages`, piece by piece; stop strings count in reasoning and calls too.
+        """Generate the assistant's reply to `messages`, piece by piece; stop strings apply to reasoning and calls too.
 
         messages  {"role": ..., "content": ...} each, as in OpenAI's API
         """
@@ -313,7 +313,7 @@ class LLM:
         return await asyncio.wrap_future(self._submit_steps(lambda model: logits_of(model, ids, self.context)))
 
     def score(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
-        """Score each token of `prompt` (text or token ids) but the first, with the `top` best alternatives."""
+        """Compute log-probabilities of each token of `prompt` (text or ids) but the first, with `top` alternatives."""
         return self._submit_steps(self._scoring(prompt, top)).result()
 
     async def ascore(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
@@ -335,7 +335,7 @@ class LLM:
     def matched_tokens(self, prompt: Prompt) -> int:
         """Count the first tokens of `prompt` (text or token ids) that a slot or the prefix cache holds.
 
-        A call may take fewer, which its `stats.cached_tokens` counts: those of which a state is kept.
+        A call may reuse fewer tokens, those with a kept state; its `stats.cached_tokens` counts them.
         """
         ids = self._ids(prompt)
         return self._submit(lambda: matched_tokens(self._engine, ids)).result()
@@ -353,7 +353,7 @@ class LLM:
 
     @property
     def expert_stats(self) -> ExpertStats | None:
-        """Costs so far of experts that are read while the model runs; None where all experts are in memory.
+        """Return the costs so far of experts that are read while the model runs; None if all experts are in memory.
 
         On CUDA the costs of the last few steps may be missing: the thread that owns the model counts them later.
         """
@@ -395,7 +395,7 @@ class LLM:
 
     @property
     def _engine(self) -> Engine:
-        """The engine; raises BimetalError if another thread has closed the model since `_check_open`."""
+        """Return the engine; raises BimetalError if another thread has closed the model since `_check_open`."""
         engine = self._loaded
         if engine is None:
             raise self._closed()
@@ -404,7 +404,7 @@ class LLM:
     def warm_up(self) -> None:
         """Compile kernels and capture graphs for steps of each size while no call runs; returns when all are ready.
 
-        Without this, the first call with a step of a new size does that. Any thread but the owner's may call this.
+        Without a warm-up, the first call with a step of a new size does this work. Not for the owner thread.
         """
         for size in self._submit(lambda: warm_sizes(self._engine.model, self._engine.memory)).result():
             while not self._submit(partial(self._warm_up, size)).result():
@@ -416,7 +416,7 @@ class LLM:
     async def acheck(self) -> None:
         """Check that the model still runs: its thread answers, between two steps, and its device reports free memory.
 
-        Raises what the device raises, and BimetalError where the model is closed. Waits for as long as a step takes.
+        Raises the device's errors, and BimetalError if the model is closed. Waits for at most about one step.
         """
         await asyncio.wrap_future(self._submit(lambda: self._engine.model.ops.free_bytes()))
 
@@ -425,7 +425,7 @@ class LLM:
         return self._owner.submit(job)
 
     def _submit_steps(self, steps: Callable[[Model], Generator[None, None, Any]]) -> Any:
-        """Have the owner thread run a generator over the model; between its steps replies go on."""
+        """Make the owner thread run a generator over the model; replies continue between its steps."""
 
         def run() -> Generator[None, None, Any]:
             return (yield from steps(self._engine.model))  # at its first step

@@ -88,7 +88,7 @@ def make_room(model: Model, options: LoadOptions) -> Room:
 
 
 def _usual_parallel(model: Model, options: LoadOptions) -> int:
-    """Replies at the same time where their number is not given: one where several would leave too little memory."""
+    """Return the default number of replies at the same time: one if several would leave too little memory."""
     ops = model.ops
     if not ops.reserves or not ops.joins:
         return PARALLEL if ops.joins else 1

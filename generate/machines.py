@@ -15,7 +15,7 @@ ONE_MACHINE = ("devices", "spark", "stream_experts", "attention_window", "max_kv
 
 
 def rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The number of this process in the group that mlx.launch has started; None: it is alone."""
+    """Return the number of this process in the group that mlx.launch has started; None: it is alone."""
     number = environment.get("MLX_RANK", "")
     several = environment.get("MLX_HOSTFILE") or environment.get("MLX_JACCL_COORDINATOR")
     return int(number) if several and number.isdecimal() else None

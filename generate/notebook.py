@@ -25,7 +25,7 @@ def in_notebook() -> bool:
 
 
 def reply_markdown(text: str, reasoning: str, calls: Sequence[str], finish_reason: str, stats: Stats) -> str:
-    """A reply as Markdown: reasoning folded, text, tool calls, and a line of statistics.
+    """Render a reply as Markdown: folded reasoning, text, tool calls, and a line of statistics.
 
     calls  the tool calls as text
     """
@@ -45,7 +45,7 @@ def reply_markdown(text: str, reasoning: str, calls: Sequence[str], finish_reaso
 
 
 def model_card(name: str, facts: dict[str, str]) -> str:
-    """A model as a small HTML table."""
+    """Render a model as a small HTML table."""
     left = 'style="text-align:left"'
     rows = "".join(
         f"<tr><th {left}>{html.escape(key)}</th><td {left}>{html.escape(value)}</td></tr>"

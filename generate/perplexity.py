@@ -74,7 +74,7 @@ def window_size(args: argparse.Namespace, model: Any) -> int:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; raises BimetalError where it is not UTF-8."""
+    """Return the text of a file; raises BimetalError if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -42,7 +42,7 @@ class Trim:
 
 
 def memory_budget(choice: PrefixChoice) -> int:
-    """Bytes for states on the host."""
+    """Return the budget in bytes for states on the host."""
     if choice.cache_memory is not None:
         return int(choice.cache_memory)
     return min(available_bytes()[0] // SHARE, MOST)
@@ -51,7 +51,7 @@ def memory_budget(choice: PrefixChoice) -> int:
 def open_prefixes(
     model: Model, checkpoints: Sequence[Checkpoint], choice: PrefixChoice, facts: Sequence[object]
 ) -> PrefixCache | None:
-    """The cache for `model`; None where its states cannot be saved, or nothing may be kept.
+    """Open the prefix cache for `model`; None if its states cannot be saved, or nothing may be kept.
 
     checkpoints  of the model, and of its draft
     facts        what else changes bits: the card, the placement, windows
@@ -99,7 +99,7 @@ def _identity(tensor: Tensor) -> Iterator[bytes]:
 
 @cache
 def _sources(backend: str) -> bytes:
-    """A hash of the code that computes: any change of it may change bits."""
+    """Return a hash of the code that computes, because any change of it may change bits."""
     folders = {"cuda": ["cuda_backend"], "mlx": ["mlx_backend", "metal_kernels"]}.get(backend, [])
     hashed = blake2b(digest_size=16)
     for folder in ("common", *folders):

@@ -54,7 +54,7 @@ def check_template(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
 
 
 def system_message(text: str | None) -> list[dict[str, Any]]:
-    """The messages that a conversation begins with: the system prompt, or none."""
+    """Return the messages that a conversation begins with: the system prompt, or none."""
     return [] if text is None else [{"role": "system", "content": text}]
 
 
@@ -65,7 +65,7 @@ class UndecodableError(BimetalError):
 def decoded(read: Callable[[], str], what: str) -> str:
     """Return the text of stdin that `read` returns, named `what` in errors.
 
-    Raises BimetalError where bytes of it, which come as half surrogate pairs, are not UTF-8, and UndecodableError where
+    Raises BimetalError if bytes of it, which come as half surrogate pairs, are not UTF-8, and UndecodableError where
     an encoding without place for such bytes, as UTF-16, refuses them.
     """
     try:

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _format(args: argparse.Namespace, is_gguf: bool) -> Format:
-    """The format that most matrices take; refuses flags of the other kind of file."""
+    """Return the format that most matrices take; refuses flags of the other kind of file."""
     where = "a .gguf file" if is_gguf else "an MLX folder"
     for name in ONLY_MLX if is_gguf else ONLY_GGUF:
         if getattr(args, name) is not None:

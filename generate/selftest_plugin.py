@@ -30,7 +30,7 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 
 def _why(report: Any) -> str:
-    """The first lines of a failure and where it was; the reason of a skip."""
+    """Return the first lines of a failure and its place, or the reason of a skip."""
     if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
         return report.longrepr[2].removeprefix("Skipped: ").partition("\n")[0]
     lines = [line.rstrip() for line in report.longreprtext.splitlines() if line.strip()]

@@ -107,7 +107,7 @@ RECIPES = ("q4_k_m", "q5_k_m", "q4_0", "q8_0")
 
 
 def synthetic(name: str, ops: Ops, progress: bool = False) -> Model:
-    """The model `shape:recipe`, such as "qwen3.6-27b:q4_k_m", on the backend of `ops`."""
+    """Build the model `shape:recipe`, such as "qwen3.6-27b:q4_k_m", on the backend of `ops`."""
     checkpoint = synthetic_checkpoint(name)
     model: Model = ops.load(lambda each: _made(checkpoint, each, progress))
     return model

@@ -106,7 +106,7 @@ class Waiting:
 
 
 def figures(stats: Stats) -> str:
-    """The stats of a reply in two lines; more where decoding was speculative, or experts were streamed.
+    """Return the statistics of a reply in two lines; more if decoding was speculative, or experts were streamed.
 
     A reply of a few tokens has no speed of decoding.
     """
@@ -146,7 +146,7 @@ def speculation_figures(stats: Stats) -> str:
 
 
 def window_figures(wedlm: WedlmStats) -> str:
-    """Tokens and rows of a WeDLM model's forwards, and milliseconds per forward by phase."""
+    """Return tokens and rows of a WeDLM model's forwards, and milliseconds per forward by phase."""
     phases = ", ".join(f"{name} {1e3 * s / max(wedlm.forwards, 1):.2f}" for name, s in wedlm.seconds.items())
     return (
         f"wedlm: {wedlm.tokens_per_forward:.2f} tokens per forward, {wedlm.rows_per_token:.2f} rows per token, "

@@ -40,7 +40,7 @@ def budget(text: str) -> int | None:
 
 
 def words(text: str) -> str:
-    """The text as typed: where the locale is not UTF-8, Python decodes the command line in another way."""
+    """Return the text as typed: where the locale is not UTF-8, Python decodes the command line in another way."""
     try:
         return os.fsencode(text).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -48,19 +48,19 @@ def words(text: str) -> str:
 
 
 def source(text: str) -> str:
-    """The name of a file to read once; "-" is stdin."""
+    """Return the name of a file to read once; "-" is stdin."""
     return "/dev/stdin" if text == "-" else text
 
 
 def file(text: str) -> str:
-    """The name of a file that cannot be stdin or stdout."""
+    """Return the name of a file that cannot be stdin or stdout."""
     if text == "-":
         raise argparse.ArgumentTypeError("'-' is not supported; give the name of a file")
     return text
 
 
 def folder(text: str) -> str:
-    """The name of a folder, which cannot be stdout."""
+    """Return the name of a folder, which cannot be stdout."""
     if text == "-":
         raise argparse.ArgumentTypeError("'-' is not supported; give the name of a folder")
     return text
@@ -77,7 +77,7 @@ def positive(text: str) -> int:
 
 
 def limit(text: str) -> int | None:
-    """A number of tokens; None is the context, which llama.cpp and Ollama name -1 and -2."""
+    """Return a number of tokens; None is the context, which llama.cpp and Ollama name -1 and -2."""
     if text in ("-1", "-2"):
         return None
     try:
@@ -87,12 +87,12 @@ def limit(text: str) -> int | None:
 
 
 def seed(text: str) -> int | None:
-    """The seed of a reply; None is a new one, which llama.cpp names -1."""
+    """Return the seed of a reply; None is a new one, which llama.cpp names -1."""
     return None if text == "-1" else count(text)
 
 
 def url(text: str) -> str:
-    """A server's address, without its path."""
+    """Return a server's address, without its path."""
     try:
         parts = urlsplit(text)
         if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port):
@@ -103,7 +103,7 @@ def url(text: str) -> str:
 
 
 def base(text: str) -> str:
-    """A server's address with the path before its routes, without /v1."""
+    """Return a server's address with the path before its routes, without /v1."""
     try:
         parts = urlsplit(text)
         good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port)
@@ -127,7 +127,7 @@ def ratio(text: str) -> float:
 
 
 def curve(text: str) -> tuple[tuple[int, float], ...]:
-    """Points TOKENS:SHARE with rising tokens, such as 8000:0.3,32000:0.1."""
+    """Return points TOKENS:SHARE with rising tokens, such as 8000:0.3,32000:0.1."""
     points = []
     for part in text.split(","):
         tokens, _, share = part.partition(":")
@@ -148,7 +148,7 @@ def tokens(text: str) -> int:
 
 
 def context(text: str) -> int | None:
-    """A context length in tokens; 0 is the model's own, None."""
+    """Return a context length in tokens; 0 is the model's own, None."""
     return None if count(text) == 0 else tokens(text)
 
 
@@ -180,14 +180,14 @@ def key(text: str) -> str:
 
 
 def host(text: str) -> str:
-    """The name of a host, as a Host header has it before the port."""
+    """Return the name of a host, as a Host header has it before the port."""
     if not HOST.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r:.80} must be a name such as my.example, without scheme and port")
     return text
 
 
 def origin(text: str) -> str:
-    """An origin as browsers send it: in lower case, without a path."""
+    """Return an origin as browsers send it: in lower case, without a path."""
     found = text.lower().rstrip("/")
     if found not in ("*", "null") and not ORIGIN.fullmatch(found):
         raise argparse.ArgumentTypeError(f"{text!r:.80} must be *, null, or such as https://my.example, without a path")

@@ -1,4 +1,4 @@
-"""Attention that leaves out blocks of keys, as common.block_sparse defines it, by gathering the chosen blocks."""
+"""Attention that skips blocks of keys, as defined in common.block_sparse, by gathering the chosen blocks."""
 
 import mlx.core as mx
 
@@ -6,7 +6,7 @@ from common import block_sparse as definition
 
 
 def attend(q: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-    """Attend causally with the last T of n rows: q (T, H, D), keys (1, K, n, D), values (1, K, n, Dv) -> (T, H, Dv)."""
+    """Compute causal attention of the last T of n rows: q (T, H, D), keys (1, K, n, D), values (1, K, n, Dv)."""
     (T, H, D), (_, K, n, _) = q.shape, keys.shape
     keys, values, size = keys.squeeze(0), values.squeeze(0), definition.BLOCK
     whole = n // size
@@ -16,7 +16,7 @@ def attend(q: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.ar
     for first, end in definition.spans(n - T, n):
         own, at = first // size, first - (n - T)
         part = rows[:, :, at : at + end - first]
-        late = own - definition.LATEST + 1  # blocks from here on are seen in any case
+        late = own - definition.LATEST + 1  # blocks from here on are never skipped
         if late <= definition.SINKS:
             seen = [keys[:, :end], values[:, :end]]
             mask: mx.array | str = "causal"
@@ -35,10 +35,10 @@ def attend(q: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.ar
 
 
 def _chosen(query: mx.array, means: mx.array, late: int) -> tuple[mx.array, mx.array]:
-    """Blocks between the first ones and `late`, (K, m), those of the largest shares first, and which of them are seen.
+    """Rank blocks between the first ones and `late` by share, (K, m), largest first; also return which are kept.
 
     query  the scaled mean of a block's queries, (K, heads, D)
-    means  of the keys of each block before, (K, blocks, D)
+    means  means of the keys of each earlier block, (K, blocks, D)
     """
     sinks = definition.SINKS
     shares = mx.softmax(query @ means.swapaxes(1, 2), axis=-1).mean(axis=1)
@@ -50,12 +50,12 @@ def _chosen(query: mx.array, means: mx.array, late: int) -> tuple[mx.array, mx.a
 
 
 def _gathered(blocks: mx.array, best: mx.array) -> mx.array:
-    """The rows of the blocks (K, m) of (K, blocks, size, D): (K, m * size, D)."""
+    """Gather the rows of blocks (K, m) from (K, blocks, size, D): (K, m * size, D)."""
     return blocks[mx.arange(len(best))[:, None], best].reshape(len(best), -1, blocks.shape[3])
 
 
 def _mask(kept: mx.array, edge: int, span: tuple[int, int], late: int) -> mx.array:
-    """Mask of the rows of `span`: `edge` rows, the chosen ones that `kept` (K, m) admits, and those from `late` on."""
+    """Build the mask of rows `span`: `edge` rows, rows of chosen blocks in `kept` (K, m), and rows from `late` on."""
     (first, end), K = span, len(kept)
     causal = mx.arange(late, end) <= mx.arange(first, end)[:, None]
     parts = [mx.ones((K, end - first, edge), mx.bool_), kept[:, None], causal[None]]

@@ -1,7 +1,7 @@
-"""Slots of experts in MLX arrays: what `moe` multiplies with, filled by threads while the device computes.
+"""Slots of experts in MLX arrays, with which `moe` multiplies; threads fill them while the device computes.
 
-An array holds one matrix of every slot of a kind, as `mlx_backend/weights.py` would hold the matrices of all experts.
-Bytes that are stored as they are held are read into their place; others pass through a buffer of the reading thread.
+An array holds one matrix of every slot of a kind, in the layout of `mlx_backend/weights.py` for all experts. Bytes that
+need no conversion are read directly into the array; others pass through a buffer of the reading thread.
 """
 
 import threading
@@ -23,7 +23,7 @@ FLOATS = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 
 
 class SlotWeight(NamedTuple):
-    """The weight of one matrix by slot, and the memory that must know what is computed with it."""
+    """The weight of one matrix by slot, and the slots, which must record the arrays computed with it."""
 
     weight: Weight
     memory: "MlxSlots"
@@ -56,12 +56,12 @@ class MlxSlots:
 
 
 def expert_bytes(form: ExpertForm, dtype: mx.Dtype) -> int:
-    """Bytes of an expert in a slot."""
+    """Compute the bytes of an expert in a slot."""
     return sum(held_bytes(tensor, dtype) for tensor in form.tensors)
 
 
 class _Kind:
-    """The arrays of one kind of experts, and where each stored tensor of an expert goes in them."""
+    """The arrays of one kind of experts, and the place in them of each stored tensor of an expert."""
 
     def __init__(self, form: ExpertForm, slots: int, dtype: mx.Dtype):
         self._places: list[_Place] = []
@@ -114,7 +114,7 @@ class _Place:
             self.direct = [held]
 
     def put(self, tensor: Tensor, slot: int) -> None:
-        """Convert what is not direct of an expert's tensor into its slot. Raises BimetalError."""
+        """Convert the components of an expert's tensor that are not direct into its slot. Raises BimetalError."""
         target, own = format_of(tensor), [array[slot] for array in self.arrays]
         if isinstance(target, str):
             fill_blocks(tensor, own[0], own[1])
@@ -150,7 +150,7 @@ def _scales(values: np.ndarray, dtype: mx.Dtype, tensor: Tensor) -> np.ndarray:
 
 
 def bits(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """float32 values rounded to `dtype`, as `array_bits` shows them: bfloat16 as uint16."""
+    """Round float32 values to `dtype`, in the form of `array_bits`: bfloat16 as uint16."""
     if dtype == mx.float32:
         return values
     if dtype == mx.float16:
@@ -162,12 +162,12 @@ def bits(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
 
 
 def array_bits(array: mx.array) -> np.ndarray:
-    """A view into the memory of an evaluated array; bfloat16, which NumPy lacks, as uint16."""
+    """Return a view into the memory of an evaluated array; bfloat16, which NumPy lacks, is viewed as uint16."""
     return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
 
 
 def _allocate(group: Sequence[Tensor], slots: int, dtype: mx.Dtype) -> tuple[Part, list[np.ndarray]]:
-    """The part that holds these tensors, stacked by rows, in every slot; and its arrays' bits."""
+    """Allocate the part that holds these tensors, stacked by rows, in every slot; also return its arrays' bits."""
     rows, columns, target = sum(tensor.shape[0] for tensor in group), group[0].shape[1], format_of(group[0])
     if isinstance(target, str):
         blocks = new_blocks((slots, rows, columns), target)

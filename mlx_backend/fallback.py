@@ -1,6 +1,7 @@
-"""Architectures that only mlx-lm defines, run by mlx-lm's own model behind the interface of `common.models.Model`.
+"""Fallback to mlx-lm's own model for architectures that only mlx-lm defines, with the interface of common.models.Model.
 
-Plain decoding only: mlx-lm's caches advance while a step is computed, so every step is a chain and is kept whole.
+Only plain decoding is supported: mlx-lm's caches advance while a step is computed, so that every step is a chain, and
+all of its rows are kept.
 """
 
 import copy
@@ -44,7 +45,7 @@ class FallbackModel:
 
     @cached_property
     def step_bytes(self) -> int:
-        """Weight bytes that decoding one token reads, as `common.models.Model` counts them."""
+        """Count the weight bytes that decoding one token reads, as `common.models.Model` does."""
         weights = dict(tree_flatten(self.network.parameters()))
         untied = any("lm_head" in name for name in weights)
         chosen, count = self.experts
@@ -60,7 +61,7 @@ class FallbackModel:
         return FallbackState(make_prompt_cache(self.network), capacity)
 
     def forward(self, state: "FallbackState", step: Step, rows: slice = slice(None)) -> Array:
-        """The logits (n, vocab) of `rows` of the step."""
+        """Compute the logits (n, vocab) of `rows` of the step."""
         if not step.is_chain or state.rows:
             raise BimetalError(f"{self.architecture} runs by mlx-lm, which takes chains of tokens, each kept whole")
         tokens = step.tokens if isinstance(step.tokens, mx.array) else mx.array(np.asarray(step.tokens, np.int32))
@@ -109,7 +110,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _copied(cache: Any) -> Any:
-    """A copy of the cache with array handles of its own: writing into one leaves the other unchanged."""
+    """Copy the cache with new array handles, so that writes to one copy do not change the other."""
     copied = copy.copy(cache)
     if not cache.empty():
         copied.state = tree_map(lambda x: mx.array(x) if isinstance(x, mx.array) else x, cache.state)

@@ -1,7 +1,7 @@
 """Base of the ops of a group of processes: rank 0 orders each step, and the followers mirror its states.
 
-A follower has the states of its part of the model. `commit`, `snapshot` and `restore` of a state on rank 0 are sent to
-the followers as orders.
+A follower has the states of its part of the model. Each `commit`, `snapshot` and `restore` of a state on rank 0 is sent
+to the followers as an order.
 """
 
 import weakref
@@ -27,7 +27,7 @@ Join = Callable[[Any, Sequence[State], Sequence[int], Sequence[Step]], tuple[Any
 
 
 class Mirror:
-    """Stands for the followers' parts of a state, in the place of a layer's state."""
+    """Stand-in on rank 0 for the followers' parts of a state, in place of a layer's state."""
 
     arrays: Sequence[mx.array] = ()
     nbytes = 0
@@ -64,7 +64,7 @@ class Mirror:
 
 
 class Mark:
-    """A snapshot that followers keep under a number, as long as this object lives."""
+    """A snapshot that followers keep under a number as long as this object exists."""
 
     def __init__(self, id: int):
         self.id = id
@@ -87,15 +87,15 @@ class GroupOps(MlxOps):
         super().__init__(dtype)
         self.group = group
         self._ids, self._marks = count(), count()
-        self._dropped: list[Order] = []  # states and marks that nobody holds any more
+        self._dropped: list[Order] = []  # states and marks that are no longer referenced
         weakref.finalize(self, group.close)
 
     def gather_memory(self, memory: int, same: int) -> list[int]:
-        """The bytes that each rank gives to the model, of which this one gives `memory`, in whole MiB.
+        """Gather the bytes that each rank gives to the model, in whole MiB; this rank gives `memory`.
 
-        same  a number that is equal on all ranks if their models are
+        same  a number that is equal on all ranks if their models are equal
 
-        Raises BimetalError where ranks differ in their model.
+        Raises BimetalError if ranks differ in their model.
         """
         given = self.group.gather([memory // MIB, same])
         if len(set(given[:, 1].tolist())) > 1:
@@ -106,7 +106,7 @@ class GroupOps(MlxOps):
         return [int(m) * MIB for m in given[:, 0]]
 
     def own_spec(self, spec: Sequence[LayerSpec]) -> Sequence[LayerSpec]:
-        """List what this process stores of a sequence, by layer."""
+        """List the states that this process stores for a sequence, by layer."""
         return spec
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
@@ -119,7 +119,7 @@ class GroupOps(MlxOps):
         return SharedState([*map(vars, state.layers), {"mirror": mirror}], capacity)
 
     def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
-        """fn(state, step); `fn` is a partial of a method of the model, of integers and of the `rows` of its output."""
+        """Run fn(state, step); `fn` is a partial of a model's method, with integers and the `rows` of its output."""
         assert isinstance(fn, partial)
         if self.group.rank == 0:
             while self._dropped:
@@ -130,14 +130,14 @@ class GroupOps(MlxOps):
         return self.finished(super().run(fn, state, step, kept))
 
     def finished(self, out: Array) -> Array:
-        """The output of a step's method, once the ranks need no further exchange for it."""
+        """Return the output of a step's method after the last exchange between ranks that it needs."""
         return out
 
     def follow(self, new_state: Callable[[int], State], models: Sequence[Any], join: Join) -> None:
-        """Follow rank 0's orders until it ends: methods of `models` that run steps, on states that `new_state` makes.
+        """Follow rank 0's orders until it ends: run methods of `models` on states that `new_state` makes.
 
-        models  the model, and the target alone where a draft stands beside it: of different classes
-        join    makes a step of several sequences
+        models  the model, and if it has a draft also the target alone; their classes differ
+        join    function that makes a step of several sequences
         """
         by_class = {type(model).__name__: model for model in models}
         states: dict[int, tuple[State, dict[int, Any]]] = {}
@@ -173,7 +173,7 @@ class GroupOps(MlxOps):
 
 
 def _order_of(fn: "partial[Array]", state: Any, step: Any, sends_tokens: bool) -> Order:
-    """The order to run a step, of one sequence or several."""
+    """Build the order to run a step of one sequence or of several."""
     method: Any = fn.func
     rows = fn.keywords.get("rows")
     mirrors, parts = state[-1].mirror, getattr(step, "parts", [step])
@@ -195,7 +195,7 @@ def _order_of(fn: "partial[Array]", state: Any, step: Any, sends_tokens: bool) -
 
 
 def _step_of(part: Any) -> Step:
-    """The step of one sequence; zeros stand for tokens that a follower has no use for."""
+    """Build the step of one sequence; token ids that a follower does not need are zeros."""
     tokens, positions, parents = part
     seen = None if parents is None else np.array(parents, np.int32)
     return Step(np.array(tokens, np.int32), np.array(positions, np.int32), seen, np.zeros(len(tokens), np.int32))

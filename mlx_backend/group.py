@@ -1,8 +1,8 @@
 """The processes that share a model, one per machine: rank 0 decides, and sends orders to the others over TCP.
 
-Rows of a step are sent by mx.distributed (ring, JACCL), whose collectives wait with a busy core. Orders are sent over
-sockets of our own, which wait without one, and close when a process or machine ends: a lost peer is detected within
-8 seconds.
+Rows of a step are sent by mx.distributed (ring, JACCL), whose collectives keep a core busy while they wait. Orders are
+sent over separate sockets, which wait without using a core, and which close when a process or machine ends: a lost peer
+is detected within 8 seconds.
 """
 
 import faulthandler
@@ -28,9 +28,9 @@ from common.errors import BimetalError
 Order = dict[str, Any]
 GREETING = struct.Struct("!i16s")  # a follower's rank, and the secret of the group
 LENGTH = struct.Struct("!I")
-JOIN = 60  # seconds for all ranks to join; MLX's ring itself gives up connecting after half of it, listening never
+JOIN = 60  # seconds for all ranks to join; MLX's ring stops connecting after half of it, but never stops listening
 CONNECT = 20.0  # seconds for a follower to connect
-UNWIND = 2.0  # seconds for what waits for a lost peer to end by itself
+UNWIND = 2.0  # seconds for calls that wait for a lost peer to end by themselves
 # Probes of an idle connection: the first after 2 s, then one per second; lost after 5 without an answer.
 PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 7000}
 
@@ -38,11 +38,11 @@ PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCN
 class Group:
     """The group of processes that share a model, as this process sees it.
 
-    rank, size  its number, and how many there are
+    rank, size  its number, and the number of processes
     """
 
     def __init__(self) -> None:
-        """Join the group that the environment names; raises BimetalError where a member does not come."""
+        """Join the group that the environment names; raises BimetalError if a member does not connect."""
         try:
             with _ends_after(JOIN):
                 self._group = mx.distributed.init(strict=True)
@@ -57,17 +57,17 @@ class Group:
             threading.Thread(target=self._listen, args=(rank, peer), daemon=True).start()
 
     # -- rows --------------------------------------------------------------------------------------------------------
-    # Arrays without rows, as the output of a step without logits is, stay lazy: MLX's quantized product divides by 0.
+    # Arrays without rows, such as the output of a step without logits, stay lazy: MLX's quantized product divides by 0.
 
     def pass_on(self, x: mx.array) -> None:
-        """Compute x and send it to the next rank; after the last one comes rank 0."""
+        """Compute x and send it to the next rank; the last rank sends to rank 0."""
         if not x.size:
             return
         with self._telling_of_loss():
             mx.eval(mx.distributed.send(x, (self.rank + 1) % self.size, group=self._group))
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-        """Receive what the rank before this one passes on."""
+        """Receive an array from the previous rank."""
         if 0 in shape:
             return mx.zeros(shape, dtype)
         with self._telling_of_loss():
@@ -76,7 +76,7 @@ class Group:
         return x
 
     def add_up(self, x: mx.array) -> mx.array:
-        """The sum of x over all ranks, of equal shapes: lazy, for `compute`."""
+        """Return the lazy sum of x over all ranks, of equal shapes; `compute` evaluates it."""
         return mx.distributed.all_sum(x, group=self._group)
 
     def compute(self, *arrays: mx.array) -> None:
@@ -85,7 +85,7 @@ class Group:
             mx.eval([x for x in arrays if x.size])
 
     def gather(self, values: list[int]) -> np.ndarray:
-        """The integers of every rank, below 2**31 each: (size, n)."""
+        """Gather the integers of every rank, each below 2**31: (size, n)."""
         mine = np.zeros((self.size, len(values)), np.int32)
         mine[self.rank] = values
         with self._telling_of_loss():
@@ -111,7 +111,7 @@ class Group:
     # -- orders ------------------------------------------------------------------------------------------------------
 
     def order(self, what: str, **values: Any) -> None:
-        """Tell all followers to do `what`; raises BimetalError where one is lost, and after a step that failed."""
+        """Send order `what` to all followers; raises BimetalError if one is lost, and after a step that failed."""
         if self._is_broken:
             raise BimetalError("the group of machines has ended: an earlier step failed; start it again")
         data = json.dumps({"do": what, **values}).encode()
@@ -129,14 +129,14 @@ class Group:
             yield order
 
     def close(self) -> None:
-        """End the group, on rank 0: the others end too, after a loss by the end of their connections."""
+        """End the group, on rank 0: followers end too, or if one is lost, when their connections close."""
         if not self._is_over and not self._is_broken:
             self._is_over = True
             with suppress(BimetalError):
                 self.order("end")
 
     def _listen(self, rank: int, peer: socket.socket) -> None:
-        """Take in a peer's orders; ends this process soon after the peer is lost."""
+        """Receive a peer's orders; ends this process soon after the peer is lost."""
         why = "its process has ended"
         try:
             while (size := _received(peer, LENGTH.size)) and (data := _received(peer, LENGTH.unpack(size)[0])):
@@ -155,7 +155,7 @@ class Group:
     # -- connecting --------------------------------------------------------------------------------------------------
 
     def _followers(self) -> dict[int, socket.socket]:
-        """Sockets by rank, of followers that know the group's secret."""
+        """Accept followers that know the group's secret; return sockets by rank."""
         secret, peers = secrets.token_bytes(16), dict[int, socket.socket]()
         with socket.create_server(("", 0)) as server:
             server.settimeout(CONNECT)
@@ -184,7 +184,7 @@ class Group:
 
 
 def leader_host(environment: Mapping[str, str]) -> str:
-    """The address of rank 0, as mlx.launch tells it; raises BimetalError."""
+    """Read the address of rank 0 from the environment that mlx.launch sets; raises BimetalError."""
     if coordinator := environment.get("MLX_JACCL_COORDINATOR"):
         return coordinator.rpartition(":")[0]
     try:
@@ -202,7 +202,7 @@ def lost(rank: int, why: str | None) -> str:
 
 @contextmanager
 def _ends_after(seconds: int) -> Iterator[None]:
-    """End this process where the block takes longer: MLX holds Python's lock while rank 0 waits for the others."""
+    """End this process if the block takes longer: MLX holds Python's lock while rank 0 waits for the other ranks."""
     if os.environ.get("MLX_RANK") == "0":
         print(f"waiting for the other machines, {seconds} s at most", file=sys.stderr, flush=True)
     with Path(os.devnull).open("w") as nowhere:
@@ -214,13 +214,13 @@ def _ends_after(seconds: int) -> Iterator[None]:
 
 
 def _give_up(why: str) -> None:
-    """End this process with a sentence, whatever its other threads wait for."""
+    """Print a sentence and end this process, even if other threads wait."""
     print(f"\nerror: {why}", file=sys.stderr, flush=True)  # on a line of its own: MLX's threads may be writing theirs
     os._exit(1)
 
 
 def _watched(peer: socket.socket) -> socket.socket:
-    """`peer`, whose loss is noticed while nothing is sent, too."""
+    """Return `peer` with keep-alive probes, so that its loss is also detected while nothing is sent."""
     peer.settimeout(None)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -231,7 +231,7 @@ def _watched(peer: socket.socket) -> socket.socket:
 
 
 def _received(peer: socket.socket, size: int) -> bytes:
-    """`size` bytes, or b"" where the peer has ended."""
+    """Receive `size` bytes; b"" if the peer has ended."""
     data = b""
     while len(data) < size:
         more = peer.recv(size - len(data))

@@ -1,7 +1,7 @@
 """Products of several rows on MLX's CPU device by NumPy's BLAS, in MLX's memory: MLX's own product is a plain loop.
 
-A product of few rows waits for MLX's thread only once, for its input: NumPy decodes the usual groups itself. It
-multiplies so few rows at a time that OpenBLAS starts no threads, whose slowest would delay a busy machine.
+A product of few rows waits for MLX's thread only once, for its input: NumPy decodes the usual groups itself. NumPy
+multiplies so few rows at a time that OpenBLAS starts no threads: a product would wait for the slowest thread.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from mlx_backend.quantized import Blocks
 from mlx_backend.sizes import HOST_VALUES
 from mlx_backend.weights import Packed, Part
 
-ROWS = 2  # rows from which decoding the weights for BLAS takes less than MLX's loop over the rows
-FEW = 32  # rows up to which a product is divided so that OpenBLAS keeps it on the calling thread
-ONE_THREAD = 2**18  # multiplications below which it does
+ROWS = 2  # minimum rows for which decoding the weights for BLAS takes less time than MLX's loop over the rows
+FEW = 32  # maximum rows for which a product is divided so that OpenBLAS computes it on the calling thread
+ONE_THREAD = 2**18  # multiplications below which OpenBLAS uses only the calling thread
 
 
 def serves(x: mx.array) -> bool:
-    """Test whether `matmul` is the faster product for x (T, columns)."""
+    """Test whether `matmul` is faster than MLX's product for x (T, columns)."""
     return len(x) >= ROWS and x.dtype == mx.float32 and mx.default_device().type == mx.DeviceType.cpu
 
 
@@ -47,7 +47,7 @@ def matmul(x: mx.array, part: Part) -> mx.array:
 
 
 def _affine(part: Packed) -> Callable[[slice], np.ndarray]:
-    """Decoder in NumPy of some rows of a matrix of 4 or 8 bits: (n, columns) float32."""
+    """Return a NumPy decoder of some rows of a matrix of 4 or 8 bits: (n, columns) float32."""
     assert part.biases is not None
     size, codes = part.group_size, np.array(part.codes, copy=False).view(np.uint8)
     scales, biases = (np.array(plane, copy=False)[..., None] for plane in (part.scales, part.biases))
@@ -64,7 +64,7 @@ def _affine(part: Packed) -> Callable[[slice], np.ndarray]:
 
 
 def _dequantized(part: Packed, rows: slice) -> np.ndarray:
-    """Some rows of the matrix, (n, columns) float32, by MLX."""
+    """Decode some rows of the matrix by MLX: (n, columns) float32."""
     codes, scales = part.codes[rows], part.scales[rows]
     biases = None if part.biases is None else part.biases[rows]
     block = mx.dequantize(codes, scales, biases, part.group_size, part.bits, part.mode, dtype=mx.float32)

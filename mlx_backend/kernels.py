@@ -1,8 +1,8 @@
-"""Kernels of mx.fast.metal_kernel, made of the text of metal_kernels/*.metal.
+"""Kernels of mx.fast.metal_kernel, built from the text of metal_kernels/*.metal.
 
 A file there holds a header comment, `#include "name.h"` lines (from metal_kernels/include), helper functions and, last,
-`[[kernel]] void name() { ... }`: MLX writes the arguments itself, from the arrays of a call. Launchers ask `on_metal()`
-first; where it is false they compose MLX's own ops instead.
+`[[kernel]] void name() { ... }`: MLX generates the arguments from the arrays of a call. Launchers check `on_metal()`
+first; if it is false they compose MLX's own ops instead.
 """
 
 import re
@@ -26,11 +26,11 @@ def on_metal() -> bool:
 def make_kernel(
     name: str, inputs: Sequence[str], outputs: Sequence[str], contiguous: bool = True, atomic: bool = False
 ) -> Callable[..., list[mx.array]]:
-    """The kernel of metal_kernels/<name>.metal, as `mx.fast.metal_kernel` returns it.
+    """Build the kernel of metal_kernels/<name>.metal by `mx.fast.metal_kernel`.
 
     inputs, outputs  names of its buffers, in the order of a call's arrays
-    contiguous       non-row-contiguous inputs are copied; without it the kernel reads <input>_strides
-    atomic           every output is atomic
+    contiguous       whether inputs that are not row-contiguous are copied; if not, the kernel reads <input>_strides
+    atomic           whether every output is atomic
     """
     header, body = source(name)
     kernel = mx.fast.metal_kernel(

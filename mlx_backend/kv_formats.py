@@ -1,7 +1,7 @@
 """common/kv_formats.py on MLX arrays: the composed form, for any device.
 
-Arithmetic is float32 in the definition's order; the Walsh-Hadamard transform alone may add in another, so that a number
-within 1e-6 of a boundary may take the next code.
+Arithmetic is float32 in the definition's order; only the Walsh-Hadamard transform may add in another order, so that a
+number within 1e-6 of a boundary may get the neighbouring code.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class Coder:
 
 
 def encoded(coders: Sequence[Coder], rows: Sequence[mx.array]) -> list[mx.array]:
-    """Rows (1, K, T, D) of each plane as it stores them, by one launch where a kernel writes them all."""
+    """Encode rows (1, K, T, D) of each plane in its format, by one launch if a kernel writes all planes."""
     planes = [coder.plane for coder in coders]
     if all(map(kv_kernels.encodes, planes)) and len({x.dtype for x in rows}) == 1:
         return kv_kernels.encode(rows, planes)
@@ -58,7 +58,7 @@ def _signs(name: str, group: int) -> mx.array:
 
 
 def _transformed(x: mx.array, before: str, after: str) -> mx.array:
-    """Each group of x (..., dim) between two sequences of signs, float32."""
+    """Transform each group of x (..., dim) with signs before and after, in float32."""
     if not x.size:
         return x
     group = group_of(x.shape[-1])
@@ -66,17 +66,17 @@ def _transformed(x: mx.array, before: str, after: str) -> mx.array:
 
 
 def rotate(x: mx.array) -> mx.array:
-    """`common.hadamard.rotate` of float32 x (..., dim)."""
+    """Compute `common.hadamard.rotate` of float32 x (..., dim)."""
     return _transformed(x, "S1", "S2")
 
 
 def encode(x: mx.array, name: str) -> mx.array:
-    """float32 (..., dim) -> uint8 (..., bytes of a vector)"""
+    """Encode float32 (..., dim) to uint8 (..., bytes of a vector)."""
     return _ENCODE[name](x).reshape(*x.shape[:-1], FORMATS[name].row_bytes(x.shape[-1]))
 
 
 def decode(rows: mx.array, name: str, dim: int) -> mx.array:
-    """uint8 (..., bytes of a vector) -> float32 (..., dim)"""
+    """Decode uint8 (..., bytes of a vector) to float32 (..., dim)."""
     if not rows.size:
         return mx.zeros((*rows.shape[:-1], dim))
     return _DECODE[name](_split(rows, FORMATS[name].block(dim)[1])).reshape(*rows.shape[:-1], dim)
@@ -158,7 +158,7 @@ def _q8_0(x: mx.array) -> mx.array:
 
 
 def _five_bits(b: mx.array, bits: int) -> mx.array:
-    """The codes of blocks without their scales, float32."""
+    """Unpack the codes of blocks to float32, without their scales."""
     low = b[..., -16:]
     codes = mx.concatenate([low & mx.array(15, mx.uint8), low >> mx.array(4, mx.uint8)], axis=-1)
     if bits == 5:

@@ -27,8 +27,8 @@ class CachePart(NamedTuple):
     q       (T, H, D) float32: the step's queries, scaled, in the domain of the keys
     bias    (T, H) float32, added to the scores
     stored  keys and values (1, K, room, width), the step's rows after `before` committed ones
-    planes  how they are stored
-    early   committed rows that hold tokens 0, 1, ...; those after them hold the last tokens of the past
+    planes  specs of the stored keys and values
+    early   number of committed rows that hold tokens 0, 1, ...; later rows hold the last tokens of the past
     part    EVERY, CODES or EXACT
     """
 
@@ -98,7 +98,7 @@ def encode(
 
 
 def attend(parts: Sequence[CachePart], step: Step, past: int, packing: Packing, dtype: mx.Dtype) -> mx.array:
-    """Softmax over all parts of a cache, of the values under it: (T, H, DV) in `dtype`."""
+    """Compute attention with one softmax over all parts of a cache: (T, H, DV) in `dtype`."""
     T, H, _ = parts[0].q.shape
     gathered = [_gather(part, step, past, packing) for part in parts]
     sums, most, weights = (mx.concatenate(list(of), axis=2) for of in zip(*gathered, strict=True))
@@ -123,7 +123,7 @@ def attend(parts: Sequence[CachePart], step: Step, past: int, packing: Packing, 
 
 
 def _gather(part: CachePart, step: Step, past: int, packing: Packing) -> tuple[mx.array, mx.array, mx.array]:
-    """Sums (T, H, strips, DV), largest scores and weights (T, H, strips) of one part."""
+    """Compute sums (T, H, strips, DV), largest scores and weights (T, H, strips) of one part."""
     keys, values = (stored.squeeze(0) for stored in part.stored)
     T, H, D = part.q.shape
     K, DV = keys.shape[0], part.planes[1].dim
@@ -169,7 +169,7 @@ def _signs(name: str, group: int) -> mx.array:
 
 @cache
 def _tables(name: str, group: int) -> tuple[mx.array, mx.array]:
-    """Centroids and boundaries of a format in 16 floats each; zeros for formats without."""
+    """Return centroids and boundaries of a format, 16 floats each; zeros for formats without them."""
     if name not in FORMATS or FORMATS[name].group:
         return mx.zeros(16), mx.zeros(16)
     centroids, boundaries = (mx.array(np.pad(part, (0, 16 - len(part)))) for part in table(name, group))

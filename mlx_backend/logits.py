@@ -9,7 +9,7 @@ from common.sampling import NOT_A_TOKEN, Sampler, Samplers
 from mlx_backend import kernels
 
 SLICE = 512  # logits that one SIMD group holds, in top_k.metal
-MOST = 128  # best of a slice: a row shrinks to a quarter with every pass
+MOST = 128  # maximum number of best logits of a slice: each pass reduces a row to a quarter
 
 
 def best_of_rows(logits: mx.array, k: int) -> tuple[mx.array, mx.array, mx.array]:
@@ -46,9 +46,9 @@ def _pass(logits: mx.array, ids: mx.array | None, k: int) -> tuple[mx.array, mx.
 
 
 def sampled(logits: mx.array, samplers: Sequence[Sampler]) -> mx.array:
-    """A token of each row of logits (T, vocab), by its own sampler: (T,) int32, NOT_A_TOKEN where a logit is NaN.
+    """Sample a token of each row of logits (T, vocab) by its own sampler: (T,) int32, NOT_A_TOKEN if a logit is NaN.
 
-    On Metal the host reads the best tokens alone of rows that need few; of all other rows it reads every logit.
+    On Metal the host reads only the best tokens of rows whose samplers need few; of all other rows it reads all logits.
     """
     counts = [1 if each.is_argmax else 0 if each.penalizes else each.sampling.top_k for each in samplers]
     few = [row for row, count in enumerate(counts) if kernels.on_metal() and 0 < count <= MOST]
@@ -67,7 +67,7 @@ def sampled(logits: mx.array, samplers: Sequence[Sampler]) -> mx.array:
 
 
 def _picked(sampler: Sampler, ids: np.ndarray, logits: np.ndarray) -> int:
-    """A token of `ids` (k,), the best of a row, by their logits (k,): ordered by id, as in the whole row."""
+    """Sample a token of `ids` (k,), the best of a row, by their logits (k,), in order of id as in the whole row."""
     if ids[0] == NOT_A_TOKEN:
         return NOT_A_TOKEN
     order = np.argsort(ids)
@@ -75,7 +75,7 @@ def _picked(sampler: Sampler, ids: np.ndarray, logits: np.ndarray) -> int:
 
 
 def best_and_entropy(logits: mx.array, excluded: int) -> tuple[mx.array, mx.array]:
-    """Find the likeliest token but `excluded` of each row of logits (T, vocab), and the entropy in nats without it.
+    """Find each row's best token of logits (T, vocab), and its entropy in nats, both without `excluded`.
 
     -> ids (T,) int32, NOT_A_TOKEN where a logit is NaN; entropies (T,) float32
     """

@@ -1,8 +1,8 @@
 """A model whose layers are divided among the processes of a group: rows pass from rank to rank, and back to rank 0.
 
-Rank 0 holds the embedding, the first layers, the last norm and the head; it alone knows tokens and chooses them. Each
-follower holds the layers after those of the rank before it, and mirrors every state of rank 0 for them. One process
-would compute the same numbers: what a layer computes does not depend on where it runs.
+Rank 0 holds the embedding, the first layers, the last norm and the head; only rank 0 has tokens and chooses them. Each
+follower holds the layers after those of the previous rank, and mirrors every state of rank 0 for its layers. The bits
+are those of one process: the output of a layer does not depend on the process that computes it.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ class PipelineOps(GroupOps):
     """The op contract on this process's layers.
 
     hidden  numbers of a row between two layers
-    own     the first layer of this rank, and the one after its last
-    layers  of the whole model
+    own     the first layer of this rank, and the layer after its last
+    layers  number of layers of the whole model
     """
 
     def __init__(self, dtype: mx.Dtype, group: Group):
@@ -44,7 +44,7 @@ class PipelineOps(GroupOps):
         memory  bytes that this rank gives to the model
         same    as in `gather_memory`
 
-        Raises BimetalError where the layers do not fit, and where ranks differ in their model.
+        Raises BimetalError if the layers do not fit, and if ranks have different models.
         """
         self.own = share_layers(sizes, self.gather_memory(memory, same))[self.group.rank]
         self.hidden, self.layers = hidden, len(sizes)
@@ -63,7 +63,7 @@ class PipelineOps(GroupOps):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
-        """Run a step as GroupOps.run; nothing on a follower, whose part of the step ends before the head."""
+        """Run a step as GroupOps.run does; a follower returns nothing, because its part ends before the head."""
         assert isinstance(fn, partial)
         self._rows = len(range(len(step))[fn.keywords["rows"]])
         try:
@@ -75,7 +75,7 @@ class PipelineOps(GroupOps):
         return super().embed(table, tokens) if self.group.rank == 0 else mx.zeros((len(tokens), 0))
 
     def scope(self, layer: int, block: Callable[[Array], Array], x: Array) -> Array:
-        """block(x) where the layer is this rank's; at the edges of its layers rows come and go."""
+        """Return block(x) for this rank's layers; receive rows before the first and send rows after the last."""
         if layer in self.own:
             if self.group.rank and layer == self.own.start:
                 x = self.group.receive((len(x), self.hidden), self.dtype)

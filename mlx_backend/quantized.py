@@ -1,8 +1,8 @@
-"""GGUF blocks as the file stores them, multiplied by our own Metal kernels.
+"""Products with GGUF blocks as the file stores them, by our own Metal kernels.
 
-MLX's affine groups take 8 bits and two scales for types whose files take 2.6 to 6.6 bits, and would round the scales of
-Q5_0 and Q5_1 where a model is bfloat16. On Metal such blocks stay as stored; elsewhere `mlx_backend/weights.py` turns
-them into affine groups.
+MLX's affine groups would take 8 bits and two scales for types whose files take 2.6 to 6.6 bits, and would round the
+scales of Q5_0 and Q5_1 if a model is bfloat16. On Metal such blocks stay as stored; on other devices
+`mlx_backend/weights.py` converts them to affine groups.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def stays(type_: str) -> bool:
 
 
 def load_blocks(parts: Sequence[Tensor]) -> Blocks:
-    """Parts of one type, (rows, columns) or (E, rows, columns) each, as one matrix stacked by rows."""
+    """Load parts of one type, (rows, columns) or (E, rows, columns) each, as one matrix stacked by rows."""
     *lead, _, columns = parts[0].shape
     out = new_blocks((*lead, sum(part.shape[-2] for part in parts), columns), parts[0].type)
     words, halves = np.asarray(out.words), np.asarray(out.halves)
@@ -70,7 +70,7 @@ def load_blocks(parts: Sequence[Tensor]) -> Blocks:
 
 
 def new_blocks(shape: tuple[int, ...], type_: str) -> Blocks:
-    """Blocks of zeros of a matrix or matrices of `shape`."""
+    """Allocate blocks of zeros for a matrix or matrices of `shape`."""
     block, fields = BLOCKS[type_], len(HALVES[type_])
     *rows, columns = shape
     blocks, size = columns // block.elements, block.bytes - 2 * fields
@@ -90,7 +90,7 @@ def fill_blocks(tensor: Tensor, words: np.ndarray, halves: np.ndarray) -> None:
 
 
 def filled(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """Evaluated zeros, into which NumPy writes: no second copy of a matrix is made."""
+    """Return evaluated zeros, into which NumPy writes, so that no second copy of a matrix is made."""
     out = mx.zeros(shape, dtype)
     mx.eval(out)
     return out
@@ -111,8 +111,8 @@ def matmul(x: mx.array, w: Blocks) -> mx.array:
 def gather_matmul(x: mx.array, w: Blocks, experts: mx.array, ordered: bool, slots: mx.array | None = None) -> mx.array:
     """Multiply row i of x (n, columns) by matrix experts[i] of w (E, rows, columns) transposed: (n, rows).
 
-    ordered  True where rows of one expert are adjacent, and can share its decoded weights
-    slots    int32 by expert: the matrix of w that is the expert's; None: matrices are numbered as experts are
+    ordered  True if rows of one expert are adjacent, and can share its decoded weights
+    slots    int32 by expert: the number of its matrix in w; None: matrices are in the order of the experts
     """
     return _qmv(x, w, experts, len(x) if ordered else 1, slots)
 
@@ -171,7 +171,7 @@ def _layout(type_: str) -> list[tuple[str, int]]:
 
 @cache
 def _codebook(type_: str) -> mx.array:
-    """The codebook as words of four magnitudes; one unused word for a type without a codebook."""
+    """Return the codebook as words of four magnitudes; one unused word for a type without a codebook."""
     if type_ not in CODEBOOKS:
         return mx.zeros(1, mx.uint32)
     return mx.array(codebook(type_).astype(np.uint8).view("<u4").reshape(-1))

@@ -12,15 +12,15 @@ from common.storage import RowSpec
 from mlx_backend.kv_formats import Coder, encoded
 from mlx_backend.saved import from_host, shape_of, to_host
 
-ROOM = 256  # rows by which a buffer grows; a quarter of the rows it holds where that is more
+ROOM = 256  # minimum rows by which a buffer grows; a quarter of the rows that it holds if that is more
 
 
 class MlxRows:
     """Rows that attention reads: keys and values, or latent rows, in one buffer (1, K, room, D) each.
 
     In a plane with a format, D counts the bytes of a vector.
-    A buffer holds the committed rows at start..end, then the step's rows, then room for more. With a window, start
-    follows the end, and rows before it are dropped when the buffer grows; the first `sinks` rows lie apart.
+    A buffer holds the committed rows at start..end, then the step's rows, then free space. With a window, start moves
+    with the end, and rows before start are dropped when the buffer grows; the first `sinks` rows are kept separately.
     """
 
     def __init__(self, spec: RowSpec, dtype: mx.Dtype):
@@ -30,7 +30,7 @@ class MlxRows:
         self.window, self.sinks = spec.window, spec.sinks
         self.first = [buffer for buffer in self.buffers if self.sinks]
         self.start = self.end = 0
-        self.past = 0  # committed rows, dropped ones included
+        self.past = 0  # committed rows, including dropped ones
 
     @property
     def keys(self) -> mx.array:
@@ -79,7 +79,7 @@ class MlxRows:
             self.start = max(self.start, end - self.window)
 
     def committed(self) -> list[mx.array]:
-        """The committed rows that are held, (1, K, n, D), in their planes' formats."""
+        """Return the committed rows that are held, (1, K, n, D), in their planes' formats."""
         held = [buffer[:, :, self.start : self.end] for buffer in self.buffers]
         return _joined(self.first, held) if self.first else held
 
@@ -133,7 +133,7 @@ def _joined(rows: list[mx.array], more: list[mx.array]) -> list[mx.array]:
 
 
 def _room(kept: int, T: int) -> int:
-    """Rows that a buffer of `kept` rows gains when a step of T does not fit."""
+    """Compute the rows by which a buffer of `kept` rows grows if a step of T rows does not fit."""
     return T + max(ROOM, kept // 4)
 
 
@@ -144,7 +144,7 @@ def _grown(rows: mx.array, room: int) -> mx.array:
 
 @cache
 def rows_held(tokens: int, rows: int, window: int | None = None, sinks: int = 0) -> int:
-    """Rows of `MlxRows`' buffers after such a reading."""
+    """Compute the rows of `MlxRows`' buffers after `tokens` tokens were read in steps of `rows`."""
     start = end = held = 0
     for at in range(0, tokens, rows):
         T = min(rows, tokens - at)

@@ -1,4 +1,4 @@
-"""MLX arrays as NumPy arrays of the same bytes, and back; NumPy has no bfloat16, which becomes uint16."""
+"""Conversion of MLX arrays to NumPy arrays of the same bytes, and back; bfloat16, which NumPy lacks, becomes uint16."""
 
 import mlx.core as mx
 import numpy as np
@@ -14,17 +14,17 @@ TYPES = {
 
 
 def shape_of(array: mx.array) -> Shape:
-    """The shape and the NumPy dtype of `to_host(array)`."""
+    """Return the shape and the NumPy dtype of `to_host(array)`."""
     return array.shape, TYPES[array.dtype]
 
 
 def to_host(array: mx.array) -> np.ndarray:
-    """A copy of the array's bytes."""
+    """Copy the array's bytes to a NumPy array."""
     array = mx.contiguous(array)
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
 
 
 def from_host(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
-    """The inverse of `to_host` for an array of `dtype`."""
+    """Convert the result of `to_host` back to an array of `dtype`."""
     held = mx.array(array)
     return held.view(mx.bfloat16) if dtype == mx.bfloat16 else held

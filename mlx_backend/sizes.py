@@ -1,4 +1,4 @@
-"""Predict the parts of MLX's workspace: what it allocates beside weights and state during prefill.
+"""Predict the parts of MLX's workspace: its allocations besides weights and state during prefill.
 
 On the CPU every product of a prompt is computed at once (`MlxOps.linear`), and all arrays between two products exist
 at once, because MLX allocates ahead of the thread that computes and frees. The terms for the CPU are measured on
@@ -25,7 +25,7 @@ class Read(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Rows of the largest step."""
+        """Return the rows of the largest step."""
         return min(self.rows, self.tokens)
 
 
@@ -35,14 +35,14 @@ Work = tuple[int, int, int]
 
 
 def _outgrown(s: RowSpec, read: Read) -> int:
-    """Rows of the buffer that the last step replaces by a larger one, or 0; a layer's old buffer lives until then."""
+    """Count rows of the buffer that the last step replaces by a larger one, or 0; the old one exists until then."""
     tokens, rows = read.tokens, read.rows
     before = rows_held(tokens - ((tokens - 1) % rows + 1), rows, s.window, s.sinks)
     return before if before != rows_held(tokens, rows, s.window, s.sinks) else 0
 
 
 def _seen(s: RowSpec, read: Read) -> int:
-    """Rows that attention reads in the last step."""
+    """Count the rows that attention reads in the last step."""
     return read.tokens if s.window is None else min(read.tokens, s.window + read.rows)
 
 
@@ -50,7 +50,7 @@ def _seen(s: RowSpec, read: Read) -> int:
 
 
 def _attention_eager(s: RowSpec, layer: LayerSize, read: Read) -> Work:
-    """Count what all attention takes: rows normed and roped, scores, an outgrown buffer, a mask."""
+    """Count the workspace of any attention: normed and roped rows, scores, an outgrown buffer, a mask."""
     pairs = read.step * _seen(s, read)
     scratch = (layer.heads * pairs + _outgrown(s, read) * s.numbers) * read.item
     return 2 * s.numbers, scratch + pairs * (3 if s.window else 1), 0  # NumPy makes a window's mask in parts
@@ -80,7 +80,7 @@ def delta_eager(s: DeltaSpec, layer: LayerSize, read: Read) -> Work:
 
 
 def eager_bytes(layer: LayerSize, states: Sequence[int], read: Read) -> int:
-    """Bytes of the larger of two spans: from the mixer's first products to its last, and the FFN's first product."""
+    """Count bytes of the larger of two spans: the mixer from first to last product, and the FFN's first product."""
     mixer = layer.mixer + states[0]  # numbers per row, the residual stream in the place of the last product
     up = 2 * (layer.ffn - 2 * layer.hidden) // 3  # rows of a dense FFN's first matrix; experts have no more
     decoded = 2 * 4 * min(HOST_VALUES, up * layer.hidden)  # MLX's dequantize takes another block for itself

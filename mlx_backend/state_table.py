@@ -1,4 +1,4 @@
-"""The table of what MLX keeps for each class of specs, and of what that takes; states and predictions read it."""
+"""Table of MLX's states for each class of specs, and of their memory; states and predictions read it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,12 +17,12 @@ from mlx_backend.states import MlxConv, MlxDelta, MlxState
 
 
 class Kept(NamedTuple):
-    """Functions of a spec of one class, by which MLX keeps and predicts its state.
+    """Functions of a spec of one class that make its state on MLX and predict its memory.
 
-    make   the empty state, of a spec in a float type
-    held   its bytes once a prompt has been read
-    eager  its part of a layer's workspace on the CPU
-    lazy   its part on a Mac's GPU
+    make   makes the empty state of a spec in a float type
+    held   predicts its bytes once a prompt has been read
+    eager  predicts its part of a layer's workspace on the CPU
+    lazy   predicts its part on a Mac's GPU
     """
 
     make: Callable[[Any, mx.Dtype], LayerState]
@@ -71,7 +71,7 @@ def state_bytes(spec: Sequence[LayerSpec], tokens: int, rows: int, item: int) ->
 
 
 def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item: int, fused: bool) -> int:
-    """Bytes of the workspace; `fused` where attention and the delta rule are single kernels, as on a Mac's GPU."""
+    """Compute bytes of the workspace; `fused` if attention and the delta rule are single kernels (on a Mac's GPU)."""
     read, most = Read(tokens, rows, item), 0
     # the logits of no row that a step ends with are never computed, and hold the two arrays that they would add
     logits = 2 * rows * layers[-1].hidden * item if tokens > rows else 0

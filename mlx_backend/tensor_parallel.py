@@ -40,7 +40,7 @@ class TensorOps(GroupOps):
         memory  bytes that this rank gives to the model
         same    as in `gather_memory`
 
-        Raises BimetalError where a part does not fit, and where ranks differ in their model.
+        Raises BimetalError if a part does not fit, and where ranks differ in their model.
         """
         given = self.gather_memory(memory, same)
         least = min(range(len(given)), key=lambda rank: given[rank])
@@ -57,7 +57,7 @@ class TensorOps(GroupOps):
         return self._sums[-1]
 
     def finished(self, out: Array) -> Array:
-        """The output of a step, computed at once: the ranks wait for one another."""
+        """Return the output of a step, computed at once: the ranks wait for one another."""
         self.group.compute(out, *self._sums)
         self._sums.clear()
         return out

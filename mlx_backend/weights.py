@@ -99,7 +99,7 @@ def _part(group: list[Tensor], dtype: mx.Dtype) -> Part:
 
 
 def stored_dtype(tensors: Iterable[Tensor], wide: bool = False) -> mx.Dtype:
-    """The float type of most of a checkpoint's bytes; of quantized tensors that of their scales (GGUF: float16).
+    """Return the float type of most of a checkpoint's bytes; of quantized tensors that of their scales (GGUF: float16).
 
     wide  bfloat16 in place of float16
     """
@@ -130,7 +130,7 @@ def held_bytes(tensor: Tensor, dtype: mx.Dtype) -> int:
 
 
 def format_of(tensor: Tensor) -> Target | str | None:
-    """The format of a tensor: MLX's groups, the GGUF type of blocks that stay as stored, None for plain numbers."""
+    """Return a tensor's format: MLX's groups, the GGUF type of blocks that stay as stored, None for plain numbers."""
     if tensor.scales is not None:
         return Target(tensor.type, tensor.bits, tensor.group_size)
     return tensor.type if stays(tensor.type) else GGUF_MAPPING.get(tensor.type)
@@ -212,7 +212,7 @@ def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _symmetric(codes: Callable[[np.ndarray], np.ndarray], zero: int) -> Callable[[np.ndarray], Groups]:
-    """Scales and biases of scale * (code - zero), the scale being the block's first two bytes."""
+    """Return scales and biases of scale * (code - zero), the scale being the block's first two bytes."""
 
     def split(b: np.ndarray) -> Groups:
         scales = half_floats(b[:, :2])

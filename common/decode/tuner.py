@@ -127,7 +127,7 @@ class Tuner:
                 mean.add(self.least[size] if self.runs[size] == self.first else seconds)
 
     def add_length(self, size: int, path: Sequence[int], gap: int, weight: float = 1.0) -> int:
-        """Record what a step accepted, as `record`; return the gap after it.
+        """Record the tokens that a step accepted, as `record` does; return the gap after it.
 
         gap     steps to come of the reply whose lengths count for nothing
         weight  of the length: 1 for one reply, less for one of several whose rows are computed in one step

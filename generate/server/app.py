@@ -25,7 +25,7 @@ STORED = "/v1/responses/{id}"
 
 
 def build(service: Service, policy: Policy, log: Log) -> Guard:
-    """The whole server as an ASGI application."""
+    """Build the whole server as an ASGI application."""
     routes = [
         *_replies(service),  # looked up first
         *page.routes(),
@@ -38,7 +38,7 @@ def build(service: Service, policy: Policy, log: Log) -> Guard:
 
 
 def _get(path: str, handler: Callable[[Request], Any], *more: str) -> Route:
-    """A route of GET, and the methods `more`, whose handler's return value is sent as JSON."""
+    """Return a route of GET, and the methods `more`, whose handler's return value is sent as JSON."""
 
     async def answer(request: Request) -> Response:
         return Response(dumps(handler(request)), media_type="application/json")

@@ -110,7 +110,7 @@ def _budget(fields: Fields, effort: str | None) -> int | None:
 
 
 def bias(fields: Fields, facts: Facts) -> dict[str, Any]:
-    """The `logit_bias` of a request: token ids, as text, to numbers from -100 to 100."""
+    """Return the `logit_bias` of a request: token ids, as text, to numbers from -100 to 100."""
     given = fields.object("logit_bias")
     if given is None or not given.values:
         return {}
@@ -179,7 +179,7 @@ class Writer:
         return sse(self.base | {"choices": [choice]} | self.none)
 
     def _frame(self, index: int, *keys: str) -> Frame:
-        """The chunks of choice `index` whose delta has texts under `keys`."""
+        """Return the chunks of choice `index` whose delta has texts under `keys`."""
         if (index, keys[0]) not in self.frames:
 
             def chunk(*texts: str) -> bytes:
@@ -189,7 +189,7 @@ class Writer:
         return self.frames[index, keys[0]]
 
     def _texts(self, index: int, text: str, logprobs: Sequence[Logprob], *keys: str) -> bytes:
-        """A chunk whose delta has `text` under each of `keys`, with its log-probabilities if they are asked for."""
+        """Build a chunk whose delta has `text` under each of `keys`, with its log-probabilities if requested."""
         if not self.head.logprobs:
             return self._frame(index, *keys).of(*[text] * len(keys))
         found = {"content": chat_logprobs(self.head.facts.tokenizer, logprobs), "refusal": None}
@@ -240,7 +240,7 @@ def call_object(head: Head, id: str, name: str, arguments: str) -> dict[str, Any
 
 
 def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
-    """The body of a reply that is not streamed."""
+    """Return the body of a reply that is not streamed."""
     choices = []
     usage = total({index: reply.finish.usage for index, reply in enumerate(replies)}, head.choices)
     for index, reply in enumerate(replies):

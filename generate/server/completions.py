@@ -68,7 +68,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
 
 
 def _prompts(fields: Fields) -> list[Any]:
-    """The prompts: one or several texts or lists of token ids."""
+    """Return the prompts: one or several texts or lists of token ids."""
     prompt = fields.values.get("prompt")
     if not isinstance(prompt, str | list) or not prompt:
         raise fields.refuse("prompt", PROMPT_WORDS)
@@ -183,7 +183,7 @@ class Writer:
 
 
 def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
-    """The body of a reply that is not streamed."""
+    """Return the body of a reply that is not streamed."""
     choices = []
     usage = total({index: reply.finish.usage for index, reply in enumerate(replies)}, head.n)
     for index, reply in enumerate(replies):

@@ -36,7 +36,7 @@ class Compression:
     threshold: int
 
     def keep_ratio(self, tokens: int) -> float:
-        """Share of the chunks of a prompt of so many tokens that is kept: between points on a straight line."""
+        """Return the share of chunks to keep of a prompt of this length, by linear interpolation between points."""
         lengths, shares = zip(*self.curve, strict=True)
         return float(np.interp(tokens, lengths, shares))
 

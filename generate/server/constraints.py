@@ -41,7 +41,7 @@ class Form:
 
 
 def openai_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
-    """The `tool_choice` of Chat Completions and Responses."""
+    """Return the `tool_choice` of Chat Completions and Responses."""
     given = fields.values.get("tool_choice")
     if given is None or isinstance(given, str):
         if given not in (None, "none", "auto", "required"):
@@ -56,7 +56,7 @@ def openai_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
 
 
 def anthropic_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
-    """The `tool_choice` of Messages."""
+    """Return the `tool_choice` of Messages."""
     given = fields.object("tool_choice")
     if given is None:
         return Choice("auto")
@@ -76,7 +76,7 @@ def _checked(fields: Fields, choice: Choice, tools: Sequence[dict[str, Any]]) ->
 
 
 def openai_format(form: Fields | None) -> Form | None:
-    """The form that `response_format` or `text.format` asks for, whose schema stands inside; None for text."""
+    """Return the form that `response_format` or `text.format` requests, with its schema inside; None for text."""
     if form is None:
         return None
     kind = form.choice("type", "text", "json_object", "json_schema")
@@ -87,7 +87,7 @@ def openai_format(form: Fields | None) -> Form | None:
 
 
 def ollama_format(fields: Fields) -> Form | None:
-    """The form that Ollama's `format` asks for by "json" or a schema; None for text."""
+    """Return the form that Ollama's `format` requests by "json" or a schema; None for text."""
     given = fields.values.get("format")
     if given is None or given == "":
         return None
@@ -106,7 +106,7 @@ def call_syntax(facts: Facts) -> Syntax | None:
 def grammar_of(
     facts: Facts, tools: Sequence[dict[str, Any]], choice: Choice, form: Form | None, several: bool
 ) -> Grammar | None:
-    """The grammar of a reply: calls that are required, else JSON of `form`, beside which tools may be called.
+    """Build the grammar of a reply: required calls, else JSON of `form` or calls of tools.
 
     several  a reply may have more than one call
     """

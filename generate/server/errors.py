@@ -59,14 +59,14 @@ class ApiError(Exception):
 
 
 def dialect_of(path: str) -> str:
-    """The dialect that answers under a path: "openai", "anthropic" or "ollama"."""
+    """Return the dialect that answers under a path: "openai", "anthropic" or "ollama"."""
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         return "anthropic"
     return "ollama" if path.startswith("/api/") else "openai"
 
 
 def envelope(error: ApiError, dialect: str, request_id: str) -> dict[str, Any]:
-    """The body of a refusal, or the payload of an error inside a stream."""
+    """Return the body of a refusal, or the payload of an error inside a stream."""
     if dialect == "anthropic":
         kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
@@ -88,7 +88,7 @@ def refusal(error: Exception) -> ApiError | None:
 
 
 def too_long(error: PromptTooLongError, field: str) -> ApiError:
-    """The refusal of a prompt beyond the context, which stands in `field` of the request."""
+    """Return the refusal of a prompt beyond the context, which stands in `field` of the request."""
     numbers = {"n_prompt_tokens": error.tokens, "n_ctx": error.context}
     return ApiError(400, str(error), "context_length_exceeded", field, numbers)
 

@@ -33,7 +33,7 @@ def total(usages: Mapping[int, Usage], n: int) -> Usage:
 class Echo:
     """The prompt, which comes before its reply where it is asked for.
 
-    scores  of each token but the first; None where no log-probabilities are asked for
+    scores  of each token but the first; None if no log-probabilities are asked for
     """
 
     text: str
@@ -143,7 +143,7 @@ class Events:
 
 
 def usage_of(stats: Stats, reasoning: int) -> Usage:
-    """The figures of a reply as APIs count them."""
+    """Return the usage of a reply, in tokens, as APIs count it."""
     accepted = rejected = 0
     if stats.accepted is not None:
         accepted = sum((length - 1) * count for length, count in stats.accepted.lengths.items())

@@ -71,7 +71,7 @@ class Fields:
         return f"{self.where}.{key}" if self.where else key
 
     def refuse(self, key: str, words: str) -> ApiError:
-        """An error that names the entry and its value: "KEY is VALUE; WORDS"."""
+        """Return an error that names the entry and its value: "KEY is VALUE; WORDS"."""
         name = self.name(key)
         return ApiError(400, f"{name} is {self.values.get(key)!r:.80}; {words}", param=name)
 
@@ -132,7 +132,7 @@ class Fields:
 
 
 def sampling(fields: Fields) -> dict[str, Any]:
-    """The sampling options of a request, under any of the names that clients give them.
+    """Return the sampling options of a request, under any of the names that clients give them.
 
     Raises ApiError also for what other servers sample by and this one does not.
     """
@@ -158,7 +158,7 @@ def sampling(fields: Fields) -> dict[str, Any]:
 
 
 def limit(fields: Fields, *keys: str, least: int = 1) -> dict[str, int | None]:
-    """The option `max_tokens`, from the first given of the entries `keys`; none where none is given.
+    """Return the option `max_tokens` from the first given of the entries `keys`; no option if none is given.
 
     -1 and -2 are no limit but the context, as in llama.cpp and Ollama: None, also where the server has a limit.
     """
@@ -173,13 +173,13 @@ def limit(fields: Fields, *keys: str, least: int = 1) -> dict[str, int | None]:
 
 
 def priority(fields: Fields) -> dict[str, int]:
-    """The priority of a request, which vLLM's clients give as a number that is lower the earlier a reply begins."""
+    """Return the priority of a request; for vLLM's clients a lower number means that a reply begins earlier."""
     lower = fields.take("priority", OPTION_RULES["priority"])
     return {"priority": -lower} if lower else {}
 
 
 def stops(fields: Fields, key: str) -> dict[str, Any]:
-    """The stop strings of a request."""
+    """Return the stop strings of a request."""
     found = fields.take(key, OPTION_RULES["stop"], ())
     if len(found) > MOST_STOPS or any(len(text) > MOST_STOP_LENGTH for text in found):
         most = f"at most {MOST_STOPS} strings of {MOST_STOP_LENGTH} characters are supported"

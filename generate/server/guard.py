@@ -160,7 +160,7 @@ class Guard:
 
 
 def no_route(scope: Message, error: HTTPException) -> ApiError:
-    """The refusal of an unknown path or method."""
+    """Return the refusal of an unknown path or method."""
     allowed, path = (error.headers or {}).get("Allow", ""), scope["path"]
     tidy = "/" + "/".join(part for part in path.split("/") if part)
     if allowed:
@@ -175,7 +175,7 @@ def no_route(scope: Message, error: HTTPException) -> ApiError:
 
 
 def preflight(headers: Headers) -> Response:
-    """The answer to a browser's question whether a page of an allowed origin may call."""
+    """Return the answer to a browser's question whether a page of an allowed origin may call."""
     found = {
         "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
         "access-control-allow-headers": headers.get("access-control-request-headers", "authorization, content-type"),
@@ -185,7 +185,7 @@ def preflight(headers: Headers) -> Response:
 
 
 def keys_of(given: Sequence[str], file: str | None, environment: str | None) -> list[bytes]:
-    """Digests of the keys from the command line, a file with one per line, and the environment.
+    """Return digests of the keys from the command line, a file with one per line, and the environment.
 
     Raises BimetalError for a file without keys, and for a key that no client can send.
     """
@@ -193,7 +193,7 @@ def keys_of(given: Sequence[str], file: str | None, environment: str | None) -> 
 
 
 def key_of(file: str | None, environment: str | None) -> str | None:
-    """The key for another server: of a file that holds one, else from the environment; None: it asks for none."""
+    """Return the key for another server, from a file or else from the environment; None: it needs no key."""
     keys = key_in(environment) if file is None else lines_of(file)
     if len(keys) > 1:
         raise BimetalError(f"{file} holds {len(keys)} API keys; it must hold one")
@@ -201,7 +201,7 @@ def key_of(file: str | None, environment: str | None) -> str | None:
 
 
 def lines_of(file: str) -> list[str]:
-    """The keys of a file with one per line; raises BimetalError where it has none."""
+    """Return the keys of a file with one per line; raises BimetalError if it has none."""
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
@@ -217,7 +217,7 @@ def lines_of(file: str) -> list[str]:
 
 
 def key_in(environment: str | None) -> list[str]:
-    """The key that a variable of the environment holds, if it holds one."""
+    """Return the key that a variable of the environment holds, if it holds one."""
     return [sendable("the environment", key)] if (key := (environment or "").strip()) else []
 
 

@@ -113,7 +113,7 @@ def _thinking(fields: Fields, facts: Facts) -> tuple[dict[str, Any], bool]:
 
 
 def _system(fields: Fields) -> list[Message]:
-    """The system prompt, without the billing line that Claude Code sends first."""
+    """Return the system prompt, without the billing line that Claude Code sends first."""
     given = fields.values.get("system")
     if given is None or isinstance(given, str):
         texts = [given or ""]
@@ -183,7 +183,7 @@ def _result(block: Fields) -> str:
 
 
 def _text(block: Fields) -> str:
-    """The text of a block; a document may hold plain text."""
+    """Return the text of a block; a document may hold plain text."""
     if block.need("type", TEXT) == "document" and (source := block.object("source")):
         if source.text("type") == "text":
             return str(source.need("data", TEXT))
@@ -205,7 +205,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def stop_of(head: Head, finish: Finish) -> dict[str, Any]:
-    """The entries `stop_reason` and `stop_sequence`, by which Messages says why a reply ended."""
+    """Return the entries `stop_reason` and `stop_sequence`, by which Messages says why a reply ended."""
     if finish.stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop}
     reason = {"stop": "end_turn", "tool_calls": "tool_use"}.get(finish.reason, "max_tokens")
@@ -294,7 +294,7 @@ def is_shown(head: Head, part: Stretch) -> bool:
 
 
 def part_block(part: Stretch | Call) -> dict[str, Any]:
-    """The block of a part of a whole reply."""
+    """Return the block of a part of a whole reply."""
     if isinstance(part, Call):
         return {"type": "tool_use", "id": tool_id(part.id), "name": part.name, "input": json.loads(part.arguments)}
     if part.kind == "text":
@@ -303,7 +303,7 @@ def part_block(part: Stretch | Call) -> dict[str, Any]:
 
 
 def whole_reply(head: Head, reply: Whole) -> dict[str, Any]:
-    """The body of a reply that is not streamed."""
+    """Return the body of a reply that is not streamed."""
     content = [part_block(part) for part in reply.parts if isinstance(part, Call) or is_shown(head, part)]
     body: dict[str, Any] = {"id": head.id, "type": "message", "role": "assistant", "model": head.facts.name}
     return body | {"content": content} | stop_of(head, reply.finish) | {"usage": usage_object(reply.finish.usage)}

@@ -117,7 +117,7 @@ def _rendering(fields: Fields, facts: Facts) -> dict[str, Any]:
 
 
 def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | str | None) -> Parsed:
-    """A request whose options are read; without a prompt it only asks for the model to be loaded, or unloaded."""
+    """Parse a request and its options; without a prompt it only requests to load or unload the model."""
     given = fields.object("options") or Fields({})
     if isinstance(seed := given.values.get("seed"), int) and seed < 0:
         given = Fields({**given.values, "seed": -1}, given.where)
@@ -143,7 +143,7 @@ def line(head: Head, done: bool, created: str = "", **values: Any) -> dict[str, 
 
 
 def moment() -> str:
-    """The time, as RFC 3339 writes it."""
+    """Return the time, as RFC 3339 writes it."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -229,7 +229,7 @@ class Writer:
 
 
 def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
-    """The body of a reply that is not streamed."""
+    """Return the body of a reply that is not streamed."""
     if not replies:
         return line(head, True, **part(head, ""), **figures(head, None))
     reply = replies[0]

@@ -25,7 +25,7 @@ HEADERS = {
 
 
 def routes() -> list[Route]:
-    """A route for each page and for each file that pages name."""
+    """Return a route for each page and for each file that pages name."""
     folder = files("generate.server") / "static"
     held = {file.name: file.read_bytes() for file in folder.iterdir() if kind_of(file.name)}
     paths = PAGES | {f"/static/{name}": name for name in held}
@@ -38,7 +38,7 @@ def is_page(path: str) -> bool:
 
 
 def kind_of(name: str) -> str:
-    """The media type of a file that pages are made of, "" for others."""
+    """Return the media type of a file that pages are made of, "" for others."""
     return next((kind for end, kind in TYPES.items() if name.endswith(end)), "")
 
 

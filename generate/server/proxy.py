@@ -45,7 +45,7 @@ Place = tuple[Any, Any]  # a container of a request, and where in it a text stan
 
 
 def build(service: Service, upstream: Upstream, policy: Policy, log: Log) -> Guard:
-    """The server as an ASGI application."""
+    """Build the server as an ASGI application."""
 
     def health(request: Request) -> dict[str, Any]:
         if service.draining:
@@ -147,7 +147,7 @@ class Forward:
                 await write(failure(self.path, self.dialect, refused))
 
     async def _prepared(self, body: dict[str, Any] | None) -> bytes | None:
-        """The request with its long texts shortened, and the model's name replaced where the settings say so."""
+        """Return the request with its long texts shortened, and the model's name replaced if the settings say so."""
         if body is None:
             return None
         found = list(places(self.path, body)) if self.path in SHORTENED else []

@@ -152,7 +152,7 @@ def messages_of(fields: Fields, store: Store) -> list[Message]:
 
 
 def _referenced(item: Fields, store: Store) -> Fields:
-    """The output item of an earlier response that is named by its id."""
+    """Return the output item of an earlier response that is named by its id."""
     found = store.item(item.need("id", TEXT))
     if found is None:
         raise item.refuse("id", "no response that is kept has this item; send the item itself")
@@ -167,7 +167,7 @@ def _join(message: Message, call: Message) -> None:
 
 
 def _message(item: Fields, kind: str) -> Message | None:
-    """The message of one item; None for kinds that hold nothing a model could read here."""
+    """Return the message of one item; None for kinds without content for a model."""
     if kind == "message":
         role = ROLES.get(item.need("role", TEXT))
         if role not in ("system", "user", "assistant"):
@@ -208,7 +208,7 @@ def _result(item: Fields, content: str) -> Message:
 
 
 def _plain(item: Fields, key: str) -> Fields:
-    """The item without those parts of an entry that only OpenAI's servers can decrypt."""
+    """Return the item without those parts of an entry that only OpenAI's servers can decrypt."""
     parts = item.values.get(key)
     if not isinstance(parts, list):
         return item
@@ -217,7 +217,7 @@ def _plain(item: Fields, key: str) -> Fields:
 
 
 def _reasoning(item: Fields) -> str:
-    """The text of a reasoning item: its content, else its summary."""
+    """Return the text of a reasoning item: its content, else its summary."""
     for key in ("content", "summary"):
         if text := text_of(item, key, REASONING):
             return text
@@ -225,7 +225,7 @@ def _reasoning(item: Fields) -> str:
 
 
 def reply_message(text: str, reasoning: str, calls: Sequence[Any]) -> Message:
-    """The reply as a message of a conversation that goes on."""
+    """Return the reply as a message, for the continuation of the conversation."""
     message: Message = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning

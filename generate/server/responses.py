@@ -130,7 +130,7 @@ def parse(store: Store, fields: Fields, facts: Facts) -> Parsed:
 
 
 def previous_messages(store: Store, id: str) -> list[Message]:
-    """The conversation up to and with a stored response; raises ApiError."""
+    """Return the conversation up to a stored response, inclusive; raises ApiError."""
     try:
         return store.get(id).messages
     except ApiError as error:
@@ -156,7 +156,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def response_object(head: Head, status: str, output: Sequence[Any], **more: Any) -> dict[str, Any]:
-    """A response; `more` replaces entries."""
+    """Return a response; `more` replaces entries."""
     body = {"id": head.id, "object": "response", "created_at": head.created, "status": status, "error": None}
     body |= {"incomplete_details": None, "model": head.facts.name, "output": list(output), "usage": None}
     return body | head.echoed | more
@@ -300,7 +300,7 @@ class Writer:
 
 
 def _delta(at: dict[str, Any], number: str, text: str) -> bytes:
-    """An event of a message's text without log-probabilities."""
+    """Return an event of a message's text without log-probabilities."""
     kind = "response.output_text.delta"
     more = {"content_index": 0, "delta": text, "logprobs": []}
     return named_sse(kind, {"type": kind, "sequence_number": number} | at | more)
@@ -312,19 +312,19 @@ def lacks_message(reply: Whole) -> bool:
 
 
 def status_of_last(finish: Finish) -> str:
-    """The status of the text or reasoning that a reply ends with; a call is whole."""
+    """Return the status of the text or reasoning at the end of a reply; a call is always complete."""
     return "incomplete" if finish.reason == "length" else "completed"
 
 
 def ended(finish: Finish) -> tuple[str, dict[str, Any]]:
-    """The status of a finished response, and the entries that it changes."""
+    """Return the status of a finished response, and the entries that it changes."""
     if finish.reason == "length":
         return "incomplete", {"incomplete_details": {"reason": "max_output_tokens"}}
     return "completed", {"completed_at": now()}
 
 
 def item_object(head: Head, item: Item, status: str) -> dict[str, Any]:
-    """An output item, empty while it is in progress."""
+    """Return an output item, empty while it is in progress."""
     body: dict[str, Any] = {"type": item.kind, "id": item.id, "status": status}
     if item.kind == "message":
         part = {"type": "output_text", "text": item.text, "annotations": [], "logprobs": item.logprobs}
@@ -346,7 +346,7 @@ def item_object(head: Head, item: Item, status: str) -> dict[str, Any]:
 
 
 def call_kind(head: Head, name: str) -> tuple[str, str]:
-    """The kind of the output item that calls a function, and the prefix of its id."""
+    """Return the kind of the output item that calls a function, and the prefix of its id."""
     kind = head.tools.get(name, Tool(name)).kind
     return kind, PREFIXES[kind]
 
@@ -359,7 +359,7 @@ def keep(head: Head, body: dict[str, Any], reply: Whole) -> None:
 
 
 def whole_item(head: Head, part: Stretch | Call) -> Item:
-    """The output item of a part of a whole reply."""
+    """Return the output item of a part of a whole reply."""
     if isinstance(part, Call):
         kind, prefix = call_kind(head, part.name)
         return Item(kind, new_id(prefix), 0, CallBegin(0, part.id, part.name), part.arguments)
@@ -370,7 +370,7 @@ def whole_item(head: Head, part: Stretch | Call) -> Item:
 
 
 def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
-    """The body of a response that is not streamed."""
+    """Return the body of a response that is not streamed."""
     reply = replies[0]
     parts = [part for part in reply.parts if isinstance(part, Call) or part.text]
     if lacks_message(reply):

@@ -26,7 +26,7 @@ async def sending(send: Send, media: str, ping: Callable[[], bytes]) -> AsyncIte
 
     ping  makes what is sent after HEARTBEAT seconds without a part; b"": nothing
 
-    Raises ClientGoneError where the client has read nothing for STALLED seconds.
+    Raises ClientGoneError if the client has read nothing for STALLED seconds.
     """
     sent, has_begun, is_sending, is_stalled = time.monotonic(), False, False, False
     task = asyncio.current_task()

@@ -73,7 +73,7 @@ class Service:
 
     @property
     def llm(self) -> LLM:
-        """The model; raises ApiError while it is loaded."""
+        """Return the model; raises ApiError while it is loaded."""
         if self._llm is None:
             raise ApiError(503, "Loading model", retry=RETRY)
         return self._llm
@@ -87,7 +87,7 @@ class Service:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Count a request while it runs; raises ApiError where there are too many, and while the server shuts down."""
+        """Count a request while it runs; raises ApiError if there are too many, and while the server shuts down."""
         if self.draining:
             raise ApiError(503, "the server shuts down", retry=RETRY)
         if self.running >= self.most:
@@ -100,7 +100,7 @@ class Service:
             self.running -= 1
 
     def metrics_text(self) -> str:
-        """The figures of this server in Prometheus' format."""
+        """Return the metrics of this server in Prometheus' format."""
         cache = {"num_slots": str(self.slots), "max_model_len": str(self.facts.context)}
         return self.metrics.text(self.facts.name, self.gauges(), cache)
 
@@ -123,7 +123,7 @@ class Service:
         return found | self._expert_gauges()
 
     def _expert_gauges(self) -> dict[str, tuple[float, str]]:
-        """Figures of experts that are read while the model runs."""
+        """Return gauges of experts that are read while the model runs."""
         stats = self.llm.expert_stats
         if stats is None:
             return {}
@@ -165,7 +165,7 @@ class Service:
         return found | {"queries": counters["prefix_cache_queries"], "hits": counters["prefix_cache_hits"]}
 
     def slots_list(self) -> list[dict[str, Any]]:
-        """The sequences that the model can work on at once, under llama.cpp's names; the busy ones come first.
+        """Return the sequences that the model can work on at once, under llama.cpp's names; the busy ones come first.
 
         n_past  tokens of prompt and reply that a busy slot holds
         """

@@ -197,7 +197,7 @@ async def one(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncGenerator[
 
 
 async def echo(llm: LLM, task: Task, prompt: Prepared, at: int) -> Echo:
-    """The echo of prompt number `at`."""
+    """Return the echo of prompt number `at`."""
     given = task.prompts[at]
     text = given if isinstance(given, str) else llm.tokenizer.decode(prompt.tokens)
     top = task.options.get("logprobs")

@@ -12,7 +12,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def effort_options(effort: str | None, facts: Facts) -> dict[str, Any]:
-    """The options of rendering for an effort, as far as the template knows any; an unknown effort is "medium"."""
+    """Return the rendering options for an effort that the template supports; an unknown effort is "medium"."""
     if effort is None:
         return {}
     found: dict[str, Any] = {}
@@ -24,12 +24,12 @@ def effort_options(effort: str | None, facts: Facts) -> dict[str, Any]:
 
 
 def switch_options(on: bool | None, facts: Facts) -> dict[str, Any]:
-    """The options of rendering that turn thinking on or off, where the template can."""
+    """Return the options of rendering that turn thinking on or off, if the template supports this."""
     return {} if on is None or not facts.switches_thinking else {"think": on}
 
 
 def thinking_options(fields: Fields, facts: Facts) -> dict[str, Any]:
-    """The options of rendering for `thinking` and `enable_thinking`, which clients add to Chat Completions."""
+    """Return the options of rendering for `thinking` and `enable_thinking`, which clients add to Chat Completions."""
     thinking = fields.object("thinking") or Fields({})
     kind = thinking.choice("type", *KINDS)
     found = switch_options(None if kind is None else kind != "disabled", facts)
@@ -37,7 +37,7 @@ def thinking_options(fields: Fields, facts: Facts) -> dict[str, Any]:
 
 
 def template_options(fields: Fields | None, facts: Facts) -> dict[str, Any]:
-    """The options of rendering for `chat_template_kwargs`: those that the template reads."""
+    """Return the options of rendering for `chat_template_kwargs`: those that the template reads."""
     if fields is None:
         return {}
     found = switch_options(fields.flag("enable_thinking"), facts)

@@ -36,7 +36,7 @@ class Upstream:
     model: str | None = None
 
     def client(self, most: int) -> httpx2.AsyncClient:
-        """A client with at most so many connections, which follows no redirect and reads no setting of the machine."""
+        """Make a client with a limit of connections, which follows no redirects and ignores settings of the machine."""
         return httpx2.AsyncClient(
             timeout=httpx2.Timeout(SILENT, connect=CONNECTING, write=WRITING),
             limits=httpx2.Limits(max_connections=most),
@@ -83,7 +83,7 @@ class Upstream:
 
 
 def refusal_of(data: bytes) -> tuple[str, str | None]:
-    """Read the message and the code of a refusal in any dialect; "" and None where it has none."""
+    """Read the message and the code of a refusal in any dialect; "" and None if it has none."""
     try:
         error = json.loads(data)["error"]
     except (ValueError, TypeError, LookupError, RecursionError):
@@ -143,7 +143,7 @@ def checked(text: bytes) -> bytes:
 
 
 def kind_of(response: httpx2.Response) -> str:
-    """The media type of an answer; raises ApiError for one that no route of ours has."""
+    """Return the media type of an answer; raises ApiError for one that no route of ours has."""
     kind: Any = response.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != WHOLE and kind not in STREAMS:
         raise ApiError(502, f"the upstream server answered with {kind!r:.60}; JSON and its streams are supported")

@@ -58,19 +58,19 @@ def tokenize(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
 
 
 def piece(text: str, data: bytes) -> str | list[int]:
-    """A token as llama.cpp shows it: its text, or its bytes where they are no UTF-8 on their own."""
+    """Return a token as llama.cpp shows it: its text, or its bytes if they are not valid UTF-8."""
     return text if text.encode() == data else list(data)
 
 
 def detokenize(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
-    """The text of `tokens`, under llama.cpp's name and vLLM's."""
+    """Return the text of `tokens`, by the keys of llama.cpp and of vLLM."""
     ids = many("a list of token ids", whole(0, facts.tokenizer.vocab_size - 1))
     text = facts.tokenizer.decode(fields.need("tokens", ids))
     return {"content": text, "prompt": text}
 
 
 def apply_template(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
-    """The text that the chat template writes for `messages`."""
+    """Return the text that the chat template writes for `messages`."""
     arranged, options = _chat(fields, facts)
     return {"prompt": llm.render(arranged, **options)}
 

@@ -106,7 +106,7 @@ def now() -> int:
 
 
 def openai_usage(usage: Usage) -> dict[str, Any]:
-    """The usage object of Chat Completions and Completions."""
+    """Return the usage object of Chat Completions and Completions."""
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
@@ -140,7 +140,7 @@ def timings(stats: Stats, usage: Usage) -> dict[str, Any]:
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
-    """The text of one token, in which half a character is U+FFFD, and its bytes; padding ids have none."""
+    """Return the text of one token, with U+FFFD for a partial character, and its bytes; padding ids have none."""
     data = tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
     return data.decode(errors="replace"), data
 
@@ -150,7 +150,7 @@ def finite(logprob: float) -> float:
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Iterable[Logprob]) -> list[dict[str, Any]]:
-    """Log-probabilities as Chat Completions and Responses list them."""
+    """Return log-probabilities as Chat Completions and Responses list them."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text, data = token_text(tokenizer, token)

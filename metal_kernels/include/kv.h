@@ -46,7 +46,7 @@ inline float kv_lloyd_max(const device uchar* row, int e, const device float* ce
     return centroids[code] * kv_half(block);
 }
 
-// Value e of the vector at `row`, of which FORMAT says how it is stored
+// Value e of the vector at `row`, which is stored in FORMAT
 template <int FORMAT, int GROUP, class Element>
 inline float kv_value(const device Element* row, int e, const device float* centroids) {
     if (FORMAT == KV_NATIVE) return float(row[e]);

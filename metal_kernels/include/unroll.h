@@ -1,2 +1,2 @@
-// unroll: of a loop over an array that belongs in registers; an index that is not known sends the array to memory
+// unroll: unrolls a loop over an array in registers; an index unknown at compile time would move it to memory
 #define UNROLL _Pragma("clang loop unroll(full)")
