@@ -1,6 +1,6 @@
-"""Many sequences over one model: a loop that begins calls, joins the rows of those that decode, and ends them.
+"""Engine of several sequences over one model: a loop that begins calls, joins the rows of decoding ones, and ends them.
 
-One thread turns the engine; any thread may submit calls. Nothing here touches tensors beyond handing them on.
+One thread runs the engine's loop; any thread may submit calls. The engine only passes tensors on, and computes nothing.
 """
 
 import threading
@@ -35,21 +35,21 @@ from common.warm_up import Size, warm_up
 
 DEFAULTS = GenerationOptions()
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bounds of a histogram
-Launched = tuple[Sequence, Any, Any]  # a sequence of a step, its request, and the answer or the error that is its own
+Launched = tuple[Sequence, Any, Any]  # a sequence of a step, its request, and its answer or error
 
 
 class Engine:
     """A loaded model and the sequences that run on it.
 
-    parallel          sequences that may run at once, each in a slot of its own
-    attention_window  most positions that decoding attends to; None: all. Changes the text
-    prefixes          a store of states beside the slots
-    tokens            that sequences may hold together, where they share a pool; None: as many as `parallel` contexts
+    parallel          maximum number of sequences that run at once, each in its own slot
+    attention_window  maximum number of positions that decoding attends to; None: all. Changes the text
+    prefixes          a store of states outside the slots
+    tokens            maximum tokens of all sequences together, if they share a pool; None: `parallel` full contexts
 
-    step_tokens  steps so far by their tokens: those of a prompt, or the new ones of replies
-    deliver      called when pieces that were put should reach their callers: with a reply's first token, and at the end
-                 of a turn or, if the next turn launches a step at once, after that launch, since threads that wake up
-                 may hold up the launch
+    step_tokens  histogram of the steps so far by their tokens: tokens of a prompt, or new tokens of replies
+    deliver      function that is called when pieces that were put should reach their callers: with a reply's first
+                 token, and at the end of a turn. If the next turn begins with a launch, it is called after that launch,
+                 because threads that wake up may delay the launch
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Engine:
         self.waiting: list[Sequence] = []
         self._suspended = Suspended(self.schedule, self.memory)
         self.suspended = self._suspended.sequences
-        self.tuners: dict[tuple[Speculation, bool], SharedTuner] = {}  # by what they learn from
+        self.tuners: dict[tuple[Speculation, bool], SharedTuner] = {}  # by the options that they learn for
         self.step_tokens = Histogram(STEP_TOKENS)
         self.deliver: Callable[[], object] = lambda: None
         self._rows = RowRunner(decoding)
-        self._launched: deque[list[Launched]] = deque()  # steps of micro-batches whose answers are handed out later
+        self._launched: deque[list[Launched]] = deque()  # steps of micro-batches whose answers are sent later
         self._inbox: deque[Sequence] = deque()
         self._open: set[Sequence] = set()  # submitted, and not ended
         self._lock = threading.Lock()
@@ -87,23 +87,23 @@ class Engine:
 
     @property
     def slots(self) -> List[Slot]:
-        """The slots of running sequences, and the idle ones."""
+        """Return the slots of running sequences, and the idle ones."""
         return self.memory.slots
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 
     @property
     def preemptions(self) -> int:
-        """Times so far that a running sequence was suspended for the sake of others."""
+        """Count how often a running sequence was suspended to free memory for other sequences."""
         return self._suspended.count
 
     @property
     def load(self) -> tuple[int, int]:
-        """Sequences that run, and that wait."""
+        """Return the numbers of sequences that run and that wait."""
         return len(self.running), len(self.waiting) + len(self._inbox)
 
     def submit(self, call: Call) -> Sequence:
-        """Queue a call; raises UsageError or BimetalError where it cannot be served, BusyError for a full queue."""
+        """Queue a call; raises UsageError or BimetalError if it cannot be served, BusyError if the queue is full."""
         sequence = Sequence(self.target, call)
         with self._lock:
             if self._is_closed:
@@ -121,7 +121,7 @@ class Engine:
             self._is_closed = True
 
     def reset(self) -> None:
-        """Have the next turn forget what idle slots hold, before it begins a call."""
+        """Make the next turn empty the idle slots before it begins a call."""
         self._forgets = True
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class Engine:
         schedule.has_decoded(time.perf_counter() - started)
 
     def warm_up(self, size: Size) -> bool:
-        """Run steps of a size of which nothing is kept; False, and nothing runs, while there are calls."""
+        """Run steps of a size, and keep nothing of them; while there are calls, run nothing and return False."""
         if any(self.load) or self.suspended:
             return False
         if self.memory.slots:
@@ -181,7 +181,7 @@ class Engine:
         return True
 
     def drain(self) -> None:
-        """Run what was submitted to its end."""
+        """Run all submitted calls to their end."""
         while self.turn():
             pass
 
@@ -192,7 +192,7 @@ class Engine:
         cancel: threading.Event | None = None,
         shared: int | None = None,
     ) -> Iterator[Piece]:
-        """Generate a reply to `prompt` (token ids), piece by piece, turning the engine in this thread.
+        """Generate a reply to `prompt` (token ids), piece by piece, by running the engine's loop in this thread.
 
         cancel, shared  as in Call
         """
@@ -214,9 +214,9 @@ class Engine:
     # -- beginning and ending ----------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Take in what was submitted, end what was cancelled, and begin what may begin."""
+        """Collect submitted calls, end cancelled sequences, and begin waiting ones."""
         if self._inbox:
-            self.deliver()  # to begin a call may take long
+            self.deliver()  # beginning a call may take long
         while self._inbox:
             self.waiting.append(self._inbox.popleft())
         if self._forgets:
@@ -232,7 +232,7 @@ class Engine:
             self.schedule.admit(self.waiting, self._begin)
 
     def _begin(self, sequence: Sequence) -> bool:
-        """Give `sequence` a slot and begin its prompt, where slot and memory are free."""
+        """Give `sequence` a slot and begin its prompt, if slot and memory are free; return whether it has begun."""
         if len(self.running) >= self.parallel:
             return False
         try:
@@ -249,12 +249,12 @@ class Engine:
                 self._decode(sequence, logits)
         except Exception as error:
             if sequence.slot is not None:
-                sequence.slot.reset()  # its state may have been restored in part
+                sequence.slot.reset()  # its state may be partly restored
             self._end(sequence, error)
         return True
 
     def _end(self, sequence: Sequence, error: BaseException | None = None) -> None:
-        """End a sequence: with its last piece, or with an error."""
+        """End a sequence with its last piece, or with an error."""
         error = self._leave(sequence) or error
         if error is None:
             try:
@@ -271,7 +271,7 @@ class Engine:
     def _offer(self, sequence: Sequence) -> None:
         """Offer the state at a reply's end to the prefix cache.
 
-        With `attention_window` it is not offered: its rows are not those that reading its tokens as a prompt gives.
+        With `attention_window` it is not offered: its rows differ from the rows of the same tokens read as a prompt.
         """
         slot, same_bits = sequence.slot, self.target.decoding is self.model
         if self.prefixes is not None and slot is not None and sequence.decoder is not None and same_bits:
@@ -303,7 +303,7 @@ class Engine:
         return error
 
     def _tuner(self, sequence: Sequence) -> TunerShare:
-        """Return a part in the tuner that learns from calls with the options of `sequence`."""
+        """Return this sequence's share of the tuner for calls with the same options."""
         key = sequence.speculation, sequence.sampler.is_argmax
         if key not in self.tuners:
             first = FIRST if self.model.ops.built is None else 1
@@ -311,7 +311,7 @@ class Engine:
         return TunerShare(self.tuners[key])
 
     def _disturbances(self) -> int:
-        """Count what has taken time so far beside steps of decoding."""
+        """Count the events so far, other than steps of decoding, that have taken time."""
         return self._prompt_steps + (self.model.ops.built or 0)
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -365,17 +365,17 @@ class Engine:
             run.most_drafted = most
 
     def _draft(self, asking: list[Sequence]) -> None:
-        """Answer the drafts that sequences ask for, which share the draft's passes."""
+        """Answer the draft requests of sequences, which share the draft's passes."""
         if len(asking) == 1:
             self._hand_out(self._run(asking, lambda: [drafted(self.target.decoding, *asking[0].asked_draft)]))
         else:
             self._hand_out(self._run(asking, lambda: self._rows.drafted([each.asked_draft for each in asking])))
 
     def _step(self, chosen: list[Sequence]) -> None:
-        """Run the rows that sequences asked for.
+        """Run the rows that sequences requested.
 
-        Of several micro-batches the answers are handed out once a step of each has been launched, since a decoder may
-        wait for its tokens.
+        With several micro-batches, answers are sent only after a step of each micro-batch was launched, because a
+        decoder may wait for its tokens.
         """
         if any(each in chosen for step in self._launched for each, _, _ in step):
             self._finish_launched()
@@ -410,12 +410,12 @@ class Engine:
         return [(each, each.request, answer) for each, answer in zip(asking, answers, strict=True)]
 
     def _finish_launched(self, left: int = 0) -> None:
-        """Let the sequences of launched steps go on, all but those of the last `left` steps."""
+        """Send answers to the sequences of launched steps, except of the last `left` steps."""
         while len(self._launched) > left:
             self._hand_out(self._launched.popleft())
 
     def _hand_out(self, launched: list[Launched]) -> None:
-        """Let sequences go on with their answers."""
+        """Send sequences their answers."""
         new, begins = 0, False
         for sequence, request, answer in launched:
             if sequence.request is not request:  # it has ended
@@ -429,18 +429,18 @@ class Engine:
             new += sequence.new
         if new:
             self.step_tokens.observe(new)
-        if begins:  # a first token waits for no further launch
+        if begins:  # a first token is delivered without waiting for another launch
             self.deliver()
 
     def _make_room(self, error: NoRoomError) -> None:
-        """Make room for a step without memory: end the launched steps, or if there are none, suspend a sequence."""
+        """Free memory for a step that lacks it: finish the launched steps, or if there are none, suspend a sequence."""
         if self._launched:
             self._finish_launched()
         else:
             self._moved(self._suspended.make_room(self.running, error))
 
     def _advance(self, sequence: Sequence, answer: Any) -> None:
-        """Hand a decoder the answer to its request, and serve it until it asks for rows or a draft, or ends."""
+        """Send a decoder the answer to its request, and handle its requests until it needs rows or a draft, or ends."""
         try:
             goes_on = sequence.advance(answer)
         except Exception as error:
@@ -450,7 +450,7 @@ class Engine:
             self._end(sequence)
 
     def _moved(self, failed: Ended | None) -> None:
-        """Share the rows anew after a state has moved to the host or back; end the sequence whose state failed to."""
+        """Divide the rows again after a state was moved to or from the host; end the sequence whose move failed."""
         if failed is not None:
             self._end(*failed)
         self._share_rows()
@@ -458,7 +458,7 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         """End all replies in progress: after a failure of the backend the contents of all states are unknown.
 
-        If there are none, those that wait end, since nobody would turn the engine for them.
+        If no replies are in progress, waiting calls end, because the engine's loop would not run for them.
         """
         failed = BimetalError(f"the {self.model.ops.name} backend failed, and all replies in progress ended: {error}")
         failed.__cause__ = error

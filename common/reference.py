@@ -28,7 +28,7 @@ from common.storage import ConvSpec, DeltaSpec, Kind, KVSpec, LatentSpec, LayerS
 from common.tensors import Tensor
 from common.visible import exact_rows, seen_rows
 
-ATTENDED = 128  # rows of a long step that attend together: later ones see more
+ATTENDED = 128  # rows of a long step whose attention is computed together: later rows attend to more keys
 CACHED = 1 << 19  # elements of a matrix that stay in a core's cache while one row after the other is multiplied
 
 
@@ -278,7 +278,7 @@ class NumpyOps(Ops):
 
 
 def product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """x (T, C), w (R, C) -> (T, R). BLAS adds in another order for one row than for several: few go one by one."""
+    """Compute x @ w.T: x (T, C), w (R, C) -> (T, R). In short steps row by row: BLAS adds in another order for more."""
     if len(x) > MAX_DECODE_ROWS:
         return x @ w.T
     n = -(-CACHED // w.shape[1])
@@ -287,7 +287,7 @@ def product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 
 def _seen_of(part: Held, step: Step, kv: Any, window: int | None, causal: bool) -> np.ndarray:
-    """(T, n) bool: which rows of a part of a cache each row of the step attends to"""
+    """Mark the rows of a part of a cache that each row of the step attends to: (T, n) bool."""
     seen = seen_rows(step, part.places, window, kv.sinks, causal)
     if part.exact is not None:
         exact = exact_rows(step, part.places, kv.spec.packing)
@@ -300,14 +300,14 @@ def _joined(parts: Sequence[Held]) -> list[np.ndarray]:
 
 
 def _latent_rows(kv: Any, latent: np.ndarray, k_rope: np.ndarray) -> np.ndarray:
-    """Append the step's rows to the past: (n, 1, R + P) of both"""
+    """Append the step's latent rows to the past, and return both: (n, 1, R + P)."""
     if len(kv.planes) == 1:
         return kv.write(np.concatenate([latent, k_rope], axis=-1)[:, None])[0]
     return np.concatenate(kv.write(latent[:, None], k_rope[:, None]), axis=-1)
 
 
 def _attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray, scale: float) -> np.ndarray:
-    """softmax(scale q·k) v over the seen rows: q (T, H, D), keys (n, K, D), values (n, K, Dv) -> (T, H, Dv)"""
+    """Compute softmax(scale q·k) v over seen rows: q (T, H, D), keys (n, K, D), values (n, K, Dv) -> (T, H, Dv)."""
     T, H, D = q.shape
     q = q.reshape(T, keys.shape[1], -1, D) * np.float32(scale)
     is_long = T > MAX_DECODE_ROWS
@@ -324,13 +324,13 @@ def _attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarra
 
 
 def _attend_row(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """`_attend_together` of one row, T = 1, which sees all keys; einsum adds in one order for any number of threads."""
+    """Compute `_attend_together` for one row that attends to all keys; einsum's order does not depend on threads."""
     scores = _softmax(np.einsum("tkgd,nkd->kgtn", q, keys))
     return np.einsum("kgtn,nkv->tkgv", scores, values)
 
 
 def _attend_together(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """softmax(q·k) v by BLAS: q (T, K, heads of a group, D), keys (n, K, D), values (n, K, Dv) -> (T, K, heads, Dv)"""
+    """Compute softmax(q·k) v by BLAS: q (T, K, heads per group, D), keys (n, K, D), values (n, K, Dv)."""
     T, K, group, D = q.shape
     scores = q.transpose(1, 2, 0, 3).reshape(K, group * T, D) @ keys.transpose(1, 2, 0)
     np.copyto(scores.reshape(K, group, T, -1), -np.inf, where=~seen)
@@ -339,7 +339,7 @@ def _attend_together(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: 
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:
-    """Softmax of the last axis, in place."""
+    """Compute softmax over the last axis, in place."""
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)

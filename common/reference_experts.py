@@ -38,7 +38,7 @@ class NumpySlots:
 
 
 class SlotMatrix:
-    """Matrices of a layer's experts by slot: `matrix[slot]` is (rows, columns) float32, as a resident one is."""
+    """Matrices of a layer's experts by slot: `matrix[slot]` is (rows, columns) float32, like a resident matrix."""
 
     def __init__(self, slots: NumpySlots, layer: int, parts: slice):
         self._slots, self._layer, self._parts = slots, layer, parts

@@ -10,7 +10,7 @@ from common.storage import LEAST_USE, KVSpec
 
 
 class Calibration(NamedTuple):
-    """Mean and scale of each channel of the keys, float32 (K, D), or (T, K, D) where rows differ.
+    """Mean and scale of each channel of the keys, float32 (K, D), or (T, K, D) if they differ by row.
 
     A code spreads its error evenly over all channels of a vector. With a deviation of keys d and a root mean square of
     queries r in a channel, the error of q·k is smallest where the scale is sqrt(d / r): the channel then is as large in
@@ -24,7 +24,7 @@ class Calibration(NamedTuple):
     def of(cls, rows: np.ndarray) -> "Calibration":
         """Compute from keys and as many queries (n, 2 K, D); a constant channel has scale 1.
 
-        Without queries, all zeros, the scale is the deviation. Sums are float64, in the order of the rows.
+        If all queries are zero, the scale is the deviation. Sums are float64, in the order of the rows.
         """
         keys, queries = np.split(rows, 2, axis=1)
         mean = keys.mean(axis=0, dtype=np.float64)
@@ -47,11 +47,11 @@ class Calibration(NamedTuple):
 
 
 class NumpyPacked:
-    """Keys and values in their formats, beside exact copies of the first and the latest rows (`Packing`).
+    """Keys and values in their formats, with exact copies of the first and the latest rows (`Packing`).
 
-    A row reads a token exactly where the token is among the first of the sequence or the latest before the row's own
-    position, and from its codes elsewhere: what a row reads depends on positions alone, not on the steps that wrote
-    them. Keys are calibrated along each row's own path, so that rows of a tree agree with their paths read alone.
+    A row reads the exact copy of a token that is among the first of the sequence or the latest before the row's own
+    position, and the codes of all other tokens. This choice depends only on positions, not on the steps that wrote the
+    tokens. Keys are calibrated along each row's own path, so that rows of a tree have the same bits as in a chain.
     """
 
     sinks = 0
@@ -82,9 +82,9 @@ class NumpyPacked:
         return [Held(coded, np.arange(first, past), exact=False), Held(exact, held.places, exact=True)]
 
     def _calibration(self, step: Step, kept: np.ndarray) -> Calibration:
-        """Return the calibration that encodes the step's keys; none for rows whose path is too short.
+        """Return the calibration that encodes the step's keys; rows whose path is too short have none.
 
-        kept  the step's keys, and queries beside them, (T, 2 K, D)
+        kept  the step's keys and queries, (T, 2 K, D)
         """
         n = self.spec.packing.calibration
         if self.calibration is not None:
@@ -141,7 +141,7 @@ class NumpyPacked:
 
 
 def _with_queries(step: Step, k: np.ndarray, q: np.ndarray | None) -> np.ndarray:
-    """k (T, K, D), and beside each head one query of its group (`ExactSpec`): (T, 2 K, D)"""
+    """Concatenate k (T, K, D) with one query of each head's group (`ExactSpec`): (T, 2 K, D)."""
     T, K, D = k.shape
     if q is None:
         return np.concatenate([k, np.zeros_like(k)], axis=1)

@@ -47,7 +47,7 @@ class NumpyDelta(NoRows):
     def __init__(self, spec: DeltaSpec):
         self.matrix = np.zeros((spec.heads, spec.key_dim, spec.value_dim), np.float32)
         self.rows: tuple[np.ndarray, ...] = ()  # k, v, exp(g), beta per row
-        self.after: dict[int, np.ndarray] = {}  # matrix after a row: of all rows of a tree, of the last of a chain
+        self.after: dict[int, np.ndarray] = {}  # matrix after a row: all rows of a tree, the last of a chain
 
     def commit(self, path: np.ndarray) -> None:
         if len(path) and path[-1] in self.after:
@@ -78,7 +78,7 @@ class NumpyDelta(NoRows):
 
 
 def delta_rule(S: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, beta: np.ndarray) -> np.ndarray:
-    """One token of the gated delta rule: S (H, Dk, Dv), k (H, Dk), v (H, Dv), decay and beta (H,) -> the next S."""
+    """Apply one token of the gated delta rule: S (H, Dk, Dv), k (H, Dk), v (H, Dv), decay, beta (H,) -> the next S."""
     S = decay[:, None, None] * S
     correction = beta[:, None] * (v - np.einsum("hkv,hk->hv", S, k))
     return S + k[:, :, None] * correction[:, None, :]

@@ -14,8 +14,8 @@ class Held(NamedTuple):
     """Rows that a step may attend to: committed ones, then the step's own.
 
     rows    (n + T, K, D) float32 of each plane
-    places  (n,) positions of the committed ones
-    exact   whether these are the copies in float32 beside a cache's formats; None: the cache has no such copies
+    places  (n,) positions of the committed rows
+    exact   whether these are the float32 copies of a compressed cache's rows; None: the cache has no such copies
     """
 
     rows: list[np.ndarray]
@@ -102,7 +102,7 @@ def _empty(plane: Plane) -> np.ndarray:
 
 
 def encoded(rows: np.ndarray, plane: Plane) -> np.ndarray:
-    """float32 (n, K, D) as the plane stores it."""
+    """Encode float32 rows (n, K, D) as the plane stores them."""
     if plane.format == NATIVE:
         return rows
     return FORMATS[plane.format].encode(rotate(rows) if plane.rotated else rows)
@@ -136,7 +136,7 @@ def _grown(rows: np.ndarray, room: int, past: int) -> np.ndarray:
 
 
 class NumpyWindow(NumpyRows):
-    """Rows of the first `sinks` committed tokens and of the last `window`, oldest first; the step's rows lie apart."""
+    """Rows of the first `sinks` committed tokens and the last `window`, oldest first; the step's rows are separate."""
 
     def __init__(self, spec: RowSpec):
         super().__init__(spec)
@@ -156,7 +156,7 @@ class NumpyWindow(NumpyRows):
         return [Held(self.write(*rows), np.concatenate([np.arange(first), rest]))]
 
     def commit(self, path: np.ndarray) -> None:
-        if len(path) and not len(self.rows[0]):  # a step may leave a layer's rows unwritten: blanks
+        if len(path) and not len(self.rows[0]):  # a step may not write a layer's rows: blanks
             self.rows = [np.zeros((int(path.max()) + 1, *new.shape[1:]), new.dtype) for new in self.rows]
         leaves = len(self.planes[0]) + len(path) - self.window  # rows before it, but for the first `sinks`
         pairs = zip(self.planes, self.rows, strict=True)

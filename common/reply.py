@@ -12,7 +12,7 @@ THINK, END_THINK = "<think>", "</think>"
 
 @dataclass
 class Parts:
-    """Parts of a reply that are certain.
+    """Parts of a reply that can no longer change.
 
     tool_calls  as OpenAI streams them: {"index", "id", "type", "function": {"name", "arguments": JSON text}}
     """
@@ -23,12 +23,12 @@ class Parts:
 
 
 class ReplyParser:
-    """Parses one reply by the syntax of its chat template; no part of a tag is ever shown.
+    """Parser of one reply by the syntax of its chat template; no part of a tag is ever shown.
 
-    However a reply is cut into pieces, its parts are the same. Reasoning lasts until </think> if the prompt ends with
-    <think> or the reply begins with it, and loses the white space around it; a call in the reasoning is reasoning.
-    Calls count if there are tools and the template shows a syntax of common.tools. A malformed call and a call that
-    never ends are text, tags included.
+    The parts do not depend on how the reply is cut into pieces. Reasoning lasts until </think> if the prompt ends with
+    <think> or the reply begins with it, and is stripped of white space; a call inside the reasoning is reasoning. Calls
+    are parsed if there are tools and the template shows a syntax of common.tools. A malformed call and a call that
+    never ends are text, including their tags.
     """
 
     def __init__(self, template: str, prompt: str, tools: Sequence[Any] | None = None):
@@ -54,17 +54,17 @@ class ReplyParser:
         return self._state == self._reasoning
 
     def push(self, text: str, parts: Parts) -> None:
-        """Read more of the reply and add what is now certain to `parts`."""
+        """Read more of the reply, and add the parts that can no longer change to `parts`."""
         self._held += text
         while self._state(parts, False):
             pass
 
     def finish(self, parts: Parts) -> None:
-        """Add to `parts` what was held back, after the end of the reply."""
+        """Add the held text to `parts`, after the end of the reply."""
         while self._state(parts, True):
             pass
 
-    # The states. Each takes what it can from _held, and returns whether the state that it has set can go on.
+    # The states. Each takes text from _held, and returns whether the state that it has set can continue.
 
     def _start(self, parts: Parts, end: bool) -> bool:
         begun = self._held.lstrip()
@@ -151,5 +151,5 @@ class ReplyParser:
 
 
 def overlap(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that begins `tag`."""
+    """Compute the length of the longest suffix of `text` that is a prefix of `tag`."""
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)

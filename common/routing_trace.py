@@ -1,8 +1,8 @@
 """Traces of routing: the experts that a model chose, token by token; recorded, or synthetic with a given skew.
 
-Random weights route uniformly, which no cache of experts can use. A benchmark replays a trace instead: one recorded
-from a trained model, or a synthetic one. Its experts follow a Zipf law that drifts with the topic of the text, and some
-are those of the token before.
+Random weights route uniformly, so that a cache of experts has no benefit. A benchmark replays a trace instead: recorded
+from a trained model, or synthetic. The experts of a synthetic trace follow a Zipf law that drifts with the topic of the
+text, and some experts are those of the previous token.
 """
 
 import re
@@ -24,8 +24,8 @@ HEADER = re.compile(r"#\s*routing trace:\s*n_layer=(\d+)\s+n_expert=(\d+)\s+n_ex
 class Trace:
     """The experts that tokens chose.
 
-    ids      (tokens, layers, used) int32, of the layers that have experts
-    experts  of each layer
+    ids      (tokens, layers, used) int32, for the layers that have experts
+    experts  number of experts per layer
     """
 
     ids: np.ndarray
@@ -41,7 +41,7 @@ class Trace:
     def over(self, layers: int, experts: int, used: int) -> "Trace":
         """Return the trace for a model of so many layers with experts: where it has fewer, layers repeat it.
 
-        Each repetition begins elsewhere in the text. Raises BimetalError for other numbers of experts.
+        Each repetition begins at another token of the text. Raises BimetalError for other numbers of experts.
         """
         tokens, own, takes = self.ids.shape
         if (self.experts, takes) != (experts, used):
@@ -73,7 +73,7 @@ class Skew:
     zipf      exponent of the experts' popularity by rank
     drift     standard deviation of the logarithm by which a topic changes each expert's popularity
     topic     tokens of a topic
-    locality  chance that an expert of the token before is chosen again, beside its popularity
+    locality  probability that an expert of the previous token is chosen again, in addition to its popularity
     """
 
     zipf: float = 1.0
@@ -100,7 +100,7 @@ def synthetic_trace(layers: int, experts: int, used: int, tokens: int, skew: Ske
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write `path`, a .npz or a .csv file, whole or not at all. Raises OSError."""
+    """Write `path`, a .npz or a .csv file, atomically. Raises OSError."""
     tokens, layers, used = trace.ids.shape
     with rewriting(path) as file:
         if path.suffix == ".npz":

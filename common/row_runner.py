@@ -1,4 +1,4 @@
-"""Run the rows and drafts that decoders request: those of several sequences in one joined step if the backend can."""
+"""Run the rows and drafts that decoders request, for several sequences in one joined step if the backend can."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,10 +18,10 @@ from common.options import Sampling
 from common.sampling import Sampler, Samplers
 from common.step import MAX_DECODE_ROWS, State, Step
 
-Drafted = tuple[np.ndarray, ...]  # what Pair.drafting returns
+Drafted = tuple[np.ndarray, ...]  # result of Pair.drafting
 DRAFT_LAYERS = 10**6  # more than any draft has
 SAMPLED, PICKED, NOT_CHOSEN = range(3)  # kinds of rows, in the order in which they lie in a step
-UNREAD = Sampler(Sampling())  # of rows whose token nobody reads
+UNREAD = Sampler(Sampling())  # for rows whose token is not read
 
 
 class RowRunner:
@@ -40,7 +40,7 @@ class RowRunner:
         return computed(self.ops, model.forward(state, step), rows)
 
     def together(self, asked: Sequence[tuple[State, Rows | Stretch]]) -> Sequence[Computed | Exception]:
-        """Run a step with the rows of each sequence; an error that concerns one sequence is that sequence's result."""
+        """Run a step with the rows of each sequence; an error of one sequence becomes the result of that sequence."""
         stretches = [each for _, each in asked if type(each) is Stretch]
         if len(stretches) == len(asked):
             return self._stretched([state for state, _ in asked], stretches)
@@ -53,7 +53,7 @@ class RowRunner:
         return [answer for _, answer in sorted(zip(order, answers, strict=True), key=lambda pair: pair[0])]
 
     def _stretched(self, states: list[State], asked: list[Stretch]) -> list[Computed]:
-        """Run a step of one row of each sequence, each of which draws a token."""
+        """Run a step with one row of each sequence, and draw a token for each."""
         tokens = tokens_of(self.ops, [each.token for each in asked])
         if states[0].pool is None:
             step = JoinedStep.of([each.rows().step for each in asked], tokens)
@@ -128,9 +128,9 @@ class RowRunner:
         return chosen
 
     def _filled(self, logits: Array, asked: list[Rows], runs: Sequence[slice]) -> list[tuple["Handle", ...] | None]:
-        """Find what the masks of several windows predict in one call, over the rows from the first mask to the last.
+        """Compute the predictions for masks of several windows in one call, over rows from the first mask to the last.
 
-        None for a sequence without masks, and for all where there is one window, or where a row is not finite.
+        None for a sequence without masks; None for all if there is only one window, or if a row is not finite.
         """
         pairs = zip(asked, runs, strict=True)
         masked = [None if rows.mask is None else _rows_in(rows.masked, at) for rows, at in pairs]
@@ -138,7 +138,7 @@ class RowRunner:
         if len(known) < 2:
             return [None] * len(asked)
         first, end = min(at.start for at in known), max(at.stop for at in known)
-        mask = next(rows.mask for rows in asked if rows.mask is not None)  # the model's, which all of them have
+        mask = next(rows.mask for rows in asked if rows.mask is not None)  # the model's mask id, equal for all
         try:
             found = StepResults(self.ops, *self.ops.argmax_entropy(logits[first:end], mask))
         except NotFiniteError:  # in any row
@@ -152,9 +152,9 @@ class RowRunner:
         return isinstance(self.model, Pair) and self.model.shares_passes
 
     def drafted(self, asked: Sequence[tuple[State, Draft]]) -> list[Drafted | Exception]:
-        """Draft for each sequence; an answer is what Pair.drafting returns, or the error that is the sequence's own.
+        """Draft for each sequence; return for each the result of Pair.drafting, or the error of that sequence.
 
-        Each of its passes is one step for as many sequences as have rows in it; raises what the backend raises.
+        A pass is one step for all sequences that have rows in it. Errors of the backend are raised.
         """
         pair = self.model
         assert isinstance(pair, Pair)
@@ -185,7 +185,7 @@ class RowRunner:
         return [answers[i] for i in range(len(asked))]
 
     def _found(self, pair: Pair, asked: list[tuple[State, Pass, Step]]) -> list[Any]:
-        """Run one pass over sequences of as many rows each; an answer may be the error that is the sequence's own."""
+        """Run one pass over sequences with equal numbers of rows; return each one's result or error."""
         states, steps = [state for state, _, _ in asked], [step for _, _, step in asked]
         tokens, rows, pool = np.concatenate([step.tokens for step in steps]), len(steps[0]), states[0].pool
         if pool is not None:
@@ -356,7 +356,7 @@ def array_of(logits: Any) -> Array:
 
 
 def _by_itself(step: Step) -> Step:
-    """Replace the Handle that a step has for tokens by the backend's array, for a step that runs alone."""
+    """Replace a step's Handle of tokens by the backend's array, for a step that runs alone."""
     tokens = step.tokens
     return replace(step, tokens=tokens.results.arrays[tokens.number][tokens.rows])
 

@@ -42,7 +42,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_object(text: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in `text` (UTF-8), or BimetalError; a key given twice is an error."""
+    """Return the JSON object in `text` (UTF-8), or BimetalError; a key given twice is an error."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(result := dict(items)) < len(items):

@@ -1,8 +1,8 @@
 """Draw a token from a row of logits, on the host: the definition of every sampling parameter.
 
-Order: penalties, logit bias, guide, temperature, top-k, top-p, min-p, then one draw. A draw consumes one number per
-token, so a seed gives the same text with every decoder that draws in the order of the text. The weights of a draw are
-whole numbers: sums of whole numbers do not depend on their order, and devices add in other orders.
+Order: penalties, logit bias, guide, temperature, top-k, top-p, min-p, then one draw. A draw consumes one random number
+per token, so that a seed gives the same text with every decoder that draws in the order of the text. The weights of a
+draw are integers, because sums of integers do not depend on their order, and devices add in different orders.
 """
 
 import math
@@ -21,13 +21,13 @@ FEW = 1024  # tokens that top-p sorts first; if they do not reach its share, it 
 
 
 def log_softmax(row: np.ndarray) -> np.ndarray:
-    """row (vocab,) float32 -> log-probabilities, summed in float64"""
+    """Convert row (vocab,) float32 to log-probabilities, with sums in float64."""
     shifted = row.astype(np.float64) - row.max()
     return shifted - np.log(np.exp(shifted).sum())
 
 
 def top_k(rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """rows (T, vocab) float32 -> ids (T, k) int32 and log-probabilities (T, k) float32, best first.
+    """Find the k best tokens of rows (T, vocab) float32: ids int32 and log-probabilities float32, (T, k), best first.
 
     Of equal logits the smaller id comes first; NaN logits are refused.
     """
@@ -42,7 +42,7 @@ def top_k(rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def argmax_entropy(rows: np.ndarray, excluded: int) -> tuple[np.ndarray, np.ndarray]:
-    """rows (T, vocab) float32 -> the best id but `excluded` (T,) int32 and the entropy in nats without it (T,) float32.
+    """Return the best id (T,) int32 and entropy in nats (T,) float32 of rows (T, vocab) float32, without `excluded`.
 
     H = log(sum exp(x)) - sum(p x), in float64; of equal logits the smaller id is best; NaN logits are refused.
     """
@@ -58,16 +58,17 @@ def argmax_entropy(rows: np.ndarray, excluded: int) -> tuple[np.ndarray, np.ndar
 
 
 def best_of(row: np.ndarray, k: int) -> np.ndarray:
-    """Ids of the k largest logits of row (vocab,), best first, of equal logits the smaller id; all of fewer."""
+    """Return ids of the k largest logits of row (vocab,), or of all if fewer, best first; ties go to the smaller id."""
     ids = np.flatnonzero(row >= np.partition(row, -k)[-k]) if k < len(row) else np.arange(len(row))
     return ids[np.argsort(-row[ids], kind="stable")][:k]
 
 
 def draw_weights(row: np.ndarray, s: Sampling) -> np.ndarray:
-    """row (vocab,) float32 without NaN -> the weight of each token in a draw (vocab,) uint64, 0 for excluded tokens.
+    """Compute each token's weight in a draw, (vocab,) uint64, 0 if excluded, from row (vocab,) float32 without NaN.
 
-    Top-k and top-p keep prefixes of the tokens in order of logit, of equal logits the smaller id first. The token that
-    crosses top-p stays, and top-p is a share of what top-k left. Weights below `min_p` of the best weight become 0.
+    Top-k and top-p keep the first tokens in descending order of logits; of equal logits the smaller id comes first. The
+    token that crosses top-p is kept, and top-p is a share of the tokens that top-k kept. Weights below `min_p` times
+    the best weight become 0.
     """
     top = row.max()
     with np.errstate(invalid="ignore", over="ignore"):  # infinite logits, tiny temperatures
@@ -99,10 +100,10 @@ def _guiding() -> Iterator[None]:
 
 
 class Sampler:
-    """One reply's sampling: its random numbers and the tokens that penalties count.
+    """Sampler of one reply: its random numbers, and the tokens that penalties count.
 
     penalizes  whether the host changes logits before the choice, by penalties, a bias or a guide
-    is_argmax  whether a backend may take the largest logit and never show the row to the host
+    is_argmax  whether a backend may take the largest logit without copying the row to the host
     """
 
     def __init__(self, sampling: Sampling, prompt: Iterable[int] = ()):
@@ -118,7 +119,7 @@ class Sampler:
         self.is_argmax = s.temperature == 0 and not self.penalizes
 
     def numbers(self, rows: int) -> np.ndarray:
-        """Take the random numbers, 0 to 1, of the next `rows` tokens that are drawn."""
+        """Take the random numbers, 0 to 1, of the next `rows` tokens."""
         if not self.peeked.size:
             return self.random.random(rows)
         out = self.peek(rows)
@@ -141,7 +142,7 @@ class Sampler:
             self.seen.add(token)
 
     def pick(self, row: np.ndarray) -> int:
-        """row (vocab,) float32 -> the next token; NaN logits are refused."""
+        """Choose the next token from row (vocab,) float32; NaN logits are refused."""
         if np.isnan(row).any():
             raise NotFiniteError(f"{np.isnan(row).sum()} of {row.size} logits are NaN")
         if self.penalizes:
@@ -155,7 +156,7 @@ class Sampler:
 
     def _penalized(self, row: np.ndarray) -> np.ndarray:
         s, row = self.sampling, row.astype(np.float32)
-        with np.errstate(all="ignore"):  # what is added may pass the range of float32
+        with np.errstate(all="ignore"):  # sums may exceed the range of float32
             if self.seen:
                 ids = np.fromiter(self.seen, np.int64)
                 row[ids] = np.where(row[ids] > 0, row[ids] / s.repetition_penalty, row[ids] * s.repetition_penalty)
@@ -180,9 +181,9 @@ class Sampler:
 
 
 class Ahead(Sampler):
-    """A copy of `sampler` for rows that continue the text by `depths` more tokens.
+    """A copy of `sampler` for rows at `depths` tokens after the end of the text.
 
-    Each row is drawn with the random number that the token at its position will take; `sampler` does not advance.
+    Each row is drawn with the random number of the token at its position; `sampler` does not advance.
     """
 
     def __init__(self, sampler: Sampler, depths: np.ndarray):
@@ -195,7 +196,7 @@ class Ahead(Sampler):
 
 
 class Samplers:
-    """The samplers of a step's rows, of one sequence after another, none of which penalizes.
+    """The samplers of a step's rows, one sequence after another; none of them penalizes.
 
     of         (sampler, rows) of each sequence
     is_argmax  whether all rows take their largest logit
@@ -207,11 +208,11 @@ class Samplers:
 
     @property
     def of_rows(self) -> list[Sampler]:
-        """The sampler of each row."""
+        """Return the sampler of each row."""
         return [sampler for sampler, rows in self.of for _ in range(rows)]
 
     def pick(self, rows: np.ndarray) -> np.ndarray:
-        """rows (T, vocab) float32 -> the next token of each (T,) int32, NOT_A_TOKEN of one that holds NaN"""
+        """Choose the next token of each of rows (T, vocab) float32: (T,) int32, NOT_A_TOKEN for a row with NaN."""
         return np.array([_picked(each, row) for each, row in zip(self.of_rows, rows, strict=True)], np.int32)
 
 

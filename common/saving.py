@@ -10,7 +10,7 @@ MOVED = 1024  # tokens whose rows are moved to the host at a time
 
 
 def saved_rows(state: State, first: int = 0) -> Iterator[list[np.ndarray]]:
-    """Save the rows of the tokens from `first` on, MOVED at a time: a copy takes memory of the device."""
+    """Yield the rows of the tokens from `first` on, MOVED tokens at a time, because a copy takes device memory."""
     for at in range(first, max(state.length, first + 1), MOVED):
         yield state.save_rows(at, min(at + MOVED, state.length))
 
@@ -22,7 +22,7 @@ def load(
     rows: Sequence[Parts],
     point: Sequence[np.ndarray],
 ) -> None:
-    """Load what was saved of a state that holds `tokens`, once its arrays are complete; raises as State.load does."""
+    """Load a saved state that holds `tokens`, whose arrays are complete; raises as State.load does."""
     state.finish_saving([*point, *(part for parts in rows for part in parts)])
     arrays: dict[str, np.ndarray | Parts] = {f"rows.{i}": parts for i, parts in enumerate(rows)}
     arrays |= {f"point.{i}": array for i, array in enumerate(point)}
@@ -30,12 +30,12 @@ def load(
 
 
 def may_save(state: State, why: str, nbytes: int) -> bool:
-    """Test whether `nbytes` of a state should be saved now, beside those that are being saved.
+    """Test whether `nbytes` of a state should be saved now, while other states are being saved.
 
     The end of a system prompt is always saved. A point of the grid must leave memory for the end of the turn, which is
     more useful.
 
-    why  as Reading.kept gives it
+    why  reason, as in Reading.kept
     """
     waiting, most = state.saving
     if why == "system" or most is None:
@@ -46,7 +46,7 @@ def may_save(state: State, why: str, nbytes: int) -> bool:
 
 
 def bytes_after(state: State, tokens: int) -> int:
-    """Count the bytes of a saved state of which the rows of the first `tokens` tokens are kept already."""
+    """Count the bytes to save of a state if the rows of its first `tokens` tokens are saved already."""
     return _bytes(state.row_shapes(state.length - tokens)) + _bytes(state.point_shapes(state.length))
 
 

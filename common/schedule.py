@@ -1,19 +1,19 @@
 """Schedule of an engine, without tensors: which waiting sequences begin, and whose rows the next step has.
 
-- A waiting sequence begins when a slot and memory are free for it: the highest priority first, of equal ones the
-  oldest. At most MOST_SKIPS later sequences may overtake one for which memory is not free.
-- A long step of a prompt is computed in parts of consecutive layers, between which others decode.
-- While sequences decode, steps of prompts take at most half of the host's time, which is that of the steps where the
-  host waits for them. Where it does not wait, a part of one and a step of decoding take turns. Prompts are read one
-  after another.
-- A step of decoding has at most `most_rows` rows. A sequence for which a step had no room is first in the next one.
-- If a backend computes several steps at once, decoding sequences are divided into as many micro-batches, whose sizes
-  differ by at most one, and which take turns. A sequence stays in its micro-batch if the sizes allow it.
+- A waiting sequence begins when a slot and memory are free for it: the highest priority first, with equal priority the
+  oldest. At most MOST_SKIPS later sequences may overtake a sequence for which memory is not free.
+- A long step of a prompt is computed in parts of consecutive layers; other sequences decode between two parts.
+- While sequences decode, steps of prompts take at most half of the host's time, which equals the time of the steps if
+  the host waits for them. If the host does not wait, parts of prompts and steps of decoding alternate. Prompts are read
+  one after another.
+- A step of decoding has at most `most_rows` rows. A sequence that did not fit in a step is first in the next one.
+- If a backend computes several steps at once, decoding sequences are divided into the same number of micro-batches,
+  which run one after another and whose sizes differ by at most one. A sequence stays in its micro-batch if possible.
 - If several sequences decode, their draft tokens and newest tokens together are at most VERIFY_ROWS rows, in equal
-  parts: a further row of a long step takes more time than a draft token is likely to save.
-- If memory runs out, the youngest sequence is suspended, and resumes unchanged when another one has ended; no sequence
-  begins before that.
-- At most `queue` sequences wait; a further one is refused.
+  parts: an additional row of a long step takes more time than a draft token is likely to save.
+- If memory runs out, the youngest sequence is suspended. It resumes unchanged when another sequence has ended; no
+  sequence begins before that.
+- At most `queue` sequences wait; further ones are refused.
 """
 
 from collections.abc import Callable, Collection
@@ -23,10 +23,10 @@ from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS
 
 MOST_SKIPS = 4
-MOST_OWED = 2.0  # limit of the seconds owed to decoding, because a first step may take long to compile
+MOST_OWED = 2.0  # maximum seconds owed to decoding, because a first step may take long to compile
 VERIFY_ROWS = 64
-QUEUE = 256  # sequences that may wait
-SHARED_PREFILL_ROWS = 1024  # most rows of a prompt's step while other replies wait for it
+QUEUE = 256  # maximum number of sequences that wait
+SHARED_PREFILL_ROWS = 1024  # maximum rows of a prompt's step while other replies wait for it
 
 
 class BusyError(BimetalError):
@@ -37,11 +37,11 @@ class Item(Protocol):
     """The policy's view of a sequence.
 
     priority  higher begins first, and has its prompt read first
-    arrival   grows from one to the next
-    reads     whether its next step is one of its prompt
-    is_divided  whether a part of that step has run
-    rows      of its next step, where it decodes
-    waited    steps of decoding since the last that had room for it
+    arrival   number that grows from one sequence to the next
+    reads     whether its next step is a step of its prompt
+    is_divided  whether some parts of that step have run
+    rows      rows of its next step, if it decodes
+    waited    steps of decoding since the last step that had room for it
     skips     later arrivals that began before it
     """
 
@@ -64,10 +64,10 @@ T = TypeVar("T", bound=Item)
 
 
 class Schedule:
-    """The policy, and the time that decoding is owed for steps of prompts.
+    """The scheduling policy, and the time that decoding is owed because steps of prompts ran.
 
     joins    whether a step may have rows of several sequences
-    batches  steps of decoding that the backend computes at once
+    batches  number of steps of decoding that the backend computes at once
     """
 
     def __init__(self, joins: bool, queue: int = QUEUE, most_rows: int = MAX_DECODE_ROWS, batches: int = 1):
@@ -84,7 +84,7 @@ class Schedule:
     def admit(self, waiting: list[T], begin: Callable[[T], bool]) -> list[T]:
         """Begin the sequences that may begin; remove them from `waiting` and return them.
 
-        begin  takes slot and memory for a sequence, or returns False
+        begin  function that takes a slot and memory for a sequence, or returns False
         """
         begun: list[T] = []
         for item in sorted(waiting, key=lambda item: (item.skips < MOST_SKIPS, -item.priority, item.arrival)):
@@ -107,9 +107,9 @@ class Schedule:
         return min(readers, key=lambda item: (not item.is_divided, -item.priority, item.arrival))
 
     def step(self, decoders: list[T]) -> list[T]:
-        """Select sequences whose rows fit one step: first the ones that waited longest, then those of fewest rows.
+        """Select sequences whose rows fit one step: those that waited longest first, then those with fewest rows.
 
-        Of several micro-batches, the next one's.
+        With several micro-batches, only sequences of the next one are selected.
         """
         if self.batches > 1 and len(decoders) > 1:
             decoders = self._next_batch(decoders)
@@ -130,7 +130,7 @@ class Schedule:
         return chosen
 
     def _next_batch(self, decoders: list[T]) -> list[T]:
-        """Divide `decoders` into micro-batches, and return the one whose turn it is."""
+        """Divide `decoders` into micro-batches, and return the one that runs next."""
         members: list[list[T]] = [[] for _ in range(self.batches)]
         added: list[T] = []
         for item in sorted(decoders, key=lambda item: item.arrival):
@@ -146,7 +146,7 @@ class Schedule:
         return members[self._last]
 
     def most_drafted(self, drafting: int, others: int) -> int | None:
-        """Draft tokens that each of `drafting` sequences may ask for beside `others` that decode; None: no bound."""
+        """Return the maximum draft tokens of each of `drafting` sequences while `others` decode too; None: no limit."""
         if drafting + others < 2:
             return None
         return max(0, (VERIFY_ROWS - others) // drafting - 1)
@@ -156,7 +156,7 @@ class Schedule:
         return min(running, key=lambda item: (item.priority, -item.arrival))
 
     def next_back(self, suspended: Collection[T]) -> T:
-        """Choose the suspended sequence that gets memory back first."""
+        """Choose the suspended sequence that resumes first."""
         return max(suspended, key=lambda item: (item.priority, -item.arrival))
 
     def has_read(self, seconds: float, decoders: bool) -> None:

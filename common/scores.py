@@ -1,7 +1,7 @@
 """Compute the logits after each token of a text, and the text's log-probabilities.
 
-The generators of this module compute one step, or a part of one, between two `yield`s, and return the result. Replies
-may be generated meanwhile: a text is read into a state of its own.
+The generators of this module compute one step, or a part of one, between two `yield`s, and return the result. At a
+`yield` the engine can generate replies: a text is read into a state of its own.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -17,7 +17,7 @@ from common.step import Step
 
 T = TypeVar("T")
 PREFILL_ROWS = Ops.prefill_rows  # rows of a step of which all logits are read
-SCORED = 1 << 20  # logits of which the host computes log-probabilities at a time
+SCORED = 1 << 20  # logits that the host converts to log-probabilities at a time
 
 
 def completed(steps: Generator[None, None, T]) -> T:
@@ -39,7 +39,7 @@ def logits_of(model: Model, tokens: Sequence[int], context: int) -> Generator[No
 
 
 def score(model: Model, tokens: Sequence[int], context: int, top: int = 0) -> Generator[None, None, list[Logprob]]:
-    """Score each of `tokens` but the first, after those before it, with the `top` best alternatives."""
+    """Score each of `tokens` but the first by its log-probability after the previous ones, with `top` alternatives."""
     scores: list[Logprob] = []
     most = max(SCORED // model.config.vocab, 1)
     for rows in _steps(model, tokens, context):

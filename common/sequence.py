@@ -1,4 +1,4 @@
-"""Sequence: a prompt and its reply while it is generated: steps of the prompt, decoder, text and statistics."""
+"""Sequence: a prompt and its reply during generation, with steps of the prompt, decoder, text and statistics."""
 
 import threading
 import time
@@ -36,7 +36,7 @@ class Target:
     """The model, tokenizer and context length that sequences run on.
 
     decoding  the model for decoding, with `attention_window`; without that option `model` itself
-    context   most tokens of a sequence
+    context   maximum tokens of a sequence
     """
 
     model: Model
@@ -45,7 +45,7 @@ class Target:
     context: int
 
     def check_fits(self, tokens: int) -> None:
-        """Raises PromptTooLongError."""
+        """Refuse a prompt of `tokens` tokens that does not fit the context: PromptTooLongError."""
         check_fits(tokens, self.context, self.model.config.context)
 
 
@@ -53,9 +53,9 @@ class Target:
 class Call:
     """A caller's request.
 
-    put       called with each piece
-    ended     called once, after the last piece or with the error that ended the reply
-    cancel    set to end the reply at the next step, also during prefill and while it waits
+    put       function that is called with each piece
+    ended     function that is called once, after the last piece or with the error that ended the reply
+    cancel    event that ends the reply at the next step, also during prefill and in the queue
     shared    number of the prompt's tokens with which the next prompt will begin; None: all
     marks     Reading.marks of the prompt
     replies   Reading.replies of the prompt
@@ -75,21 +75,21 @@ RESERVED = 1024  # tokens of a reply for which memory is granted at a time
 
 
 class Sequence:
-    """A prompt and the reply to it. Making one checks the call: UsageError, BimetalError.
+    """A prompt and the reply to it. The constructor checks the call: UsageError, BimetalError.
 
     request  the decoder's current request, Rows, a Draft or a Stretch; None while the prompt is read
     run      the input of the decoder; None while the prompt is read
     cached   tokens of the prompt that were not read, because a slot or the prefix cache held their state
-    matched  tokens of the prompt with which an earlier text begins; of some, no state was kept
-    end      tokens of the prompt that its own steps read; the decoder's first step reads the rest
+    matched  first tokens of the prompt that are also the first of an earlier text; no state was kept for some of them
+    end      tokens of the prompt that steps of the prompt read; the decoder's first step reads the rest
     new      tokens of the reply so far
-    opened   tokens of the step that gave the first one; 0 until a later step is requested
+    opened   tokens of the step that generated the first token; 0 until a later step is requested
     pending  the piece that has not been put, because its text may be part of a stop string or of a character
-    reason   why the reply has ended, as Piece.finish_reason
+    reason   why the reply has ended, as in Piece.finish_reason
     granted  tokens for which memory was free at the last check
-    waited   steps of decoding since the last that had room for the sequence's rows
+    waited   steps of decoding since the last step that had room for the sequence's rows
     skips    number of later calls that began before this one
-    parts    what is left of the prompt's step whose parts are being computed; None: the next step begins
+    parts    remaining parts of the prompt's step that is being computed; None: the next step begins
     """
 
     def __init__(self, target: Target, call: Call):
@@ -121,7 +121,7 @@ class Sequence:
         self.reading = self._reading()
         reply = min(call.options.max_tokens or RESERVED, RESERVED)
         self.granted = min(len(self.prompt) + reply, target.context)
-        self.kept: dict[int, str] = {}  # cuts after which a store is offered the state, and why
+        self.kept: dict[int, str] = {}  # cuts after which the state is offered to a store, and why
         self.turns: set[int] = set()  # cuts after which its slot takes a snapshot
         self.experts: ExpertStats | None = None  # before it began
         self.pending = Piece()
@@ -148,7 +148,7 @@ class Sequence:
         return self.parts is not None
 
     def reads_twice(self, divides: bool) -> bool:
-        """Test whether more than one step of its prompt is left to read, once it has begun, or parts of one.
+        """Test whether, after it has begun, more than one step of its prompt, or some parts of a step, are left.
 
         divides  whether steps of prompts are computed in parts
         """
@@ -160,7 +160,7 @@ class Sequence:
 
     @property
     def rows(self) -> int:
-        """Rows of its next step, while it decodes."""
+        """Count the rows of its next step of decoding."""
         request = self.request
         return len(request.step) if type(request) is Rows else 1
 
@@ -200,10 +200,10 @@ class Sequence:
         )
 
     def _unread(self, new: int) -> int:
-        """Count the tokens among the `new` last ones of the prompt that prefill leaves to the decoder's first step.
+        """Count the tokens, of the last `new` of the prompt, that prefill leaves to the decoder's first step.
 
         Only WeDLM leaves any: all if they are few, which saves a forward pass, else the last one, because prefill reads
-        the others faster. None with `attention_window`, with which decoding sees less than prefill.
+        the others faster. With `attention_window` it leaves none, because decoding attends to less than prefill.
         """
         if not self.speculation.fills or self.target.decoding is not self.target.model:
             return 0
@@ -213,16 +213,16 @@ class Sequence:
     def _joins_last(self, cached: int) -> bool:
         """Test whether a step of decoding, shared with other replies, reads the prompt's last token.
 
-        A row of a short step does not depend on the other rows. Not if a draft would then lack the row.
+        A row of a short step does not depend on the other rows. False if a draft would then lack the row.
         """
         model, last = self.target.model, len(self.prompt) - 1
         plain = self.speculation.kind == "off" and target_of(model) is model is self.target.decoding
         return plain and self.call.shared == last and cached <= last
 
     def read(self, divides: bool) -> tuple[Step, Array] | None:
-        """Run the next step of the prompt, or if it `divides` the next part of one; return a step that is complete.
+        """Run the next step of the prompt, or with `divides` its next part; return the step if it is complete.
 
-        Its logits (n, vocab) are those of the prompt's last row, or of none.
+        The step is returned with the logits (n, vocab) of the prompt's last row, or of no rows.
         """
         step, rows = self._prompt_step()
         assert self.slot
@@ -290,7 +290,7 @@ class Sequence:
         return self.slot.state, self.request
 
     def advance(self, answer: Any) -> bool:
-        """Send the decoder the answer to its request, and serve it until it requests rows or a draft.
+        """Send the decoder the answer to its request, and handle its requests until it needs rows or a draft.
 
         Returns False at the end of the reply.
         """
@@ -363,9 +363,9 @@ class Sequence:
         return Logprob.of(host[-1], token, self.options.logprobs)
 
     def finish(self) -> None:
-        """Put the last piece, with the reason and the figures."""
+        """Put the last piece, with the reason and the statistics."""
         if not self.text.stopped:
-            self.pending.text += self.text.flush()  # a character that the end cuts in half is not shown
+            self.pending.text += self.text.flush()  # an incomplete last character is not shown
         self.pending.finish_reason = self.reason
         self.pending.stop = self.text.stopped_by
         model, run = self.target.model, self.run

@@ -1,7 +1,7 @@
 """A rank's part of a stored tensor: rows, columns or heads, cut from the stored bytes at loading.
 
-Ranks that share every layer (tensor parallelism) each hold some heads of a mixer and some channels of a feed-forward
-network. A model's table names the part beside each weight; a rank's configuration counts its own heads and channels.
+Each rank of tensor parallelism holds some heads of a mixer and some channels of a feed-forward network. A model's table
+states the part of each weight; a rank's configuration counts its own heads and channels.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from common.tensors import Tensor
 
 
 class Segment(NamedTuple):
-    """Equal parts of consecutive rows or columns, of which one is taken: rows `start` to `stop` of `length`."""
+    """Consecutive rows or columns in equal parts, of which a rank takes one: rows `start` to `stop` of `length`."""
 
     length: int
     start: int
@@ -26,9 +26,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranks:
-    """One of the ranks that share every layer: its number, and how many there are.
+    """One of the ranks that share every layer: its number, and the number of ranks.
 
-    divides_head  each rank has rows of the head, and `Ops.all_gather` joins what they give; False: all have all rows
+    divides_head  each rank has some rows of the head, and `Ops.all_gather` joins the logits; False: each has all rows
     """
 
     rank: int = 0
@@ -36,7 +36,7 @@ class Ranks:
     divides_head: bool = False
 
     def divide(self, count: int, what: str) -> int:
-        """Return this rank's share of `count` `what`; raises BimetalError where the ranks cannot share them equally."""
+        """Return this rank's share of `count` `what`; raises BimetalError if the ranks cannot share them equally."""
         if count % self.size:
             raise BimetalError(
                 f"{count} {what} cannot be divided among {self.size} ranks; choose a number that divides {count}"
@@ -51,12 +51,12 @@ class Ranks:
         return self
 
     def head_rows(self, vocab: int) -> int:
-        """Return how many of the head's `vocab` rows this rank has: all where ranks cannot share them by fours."""
-        is_divided = self.divides_head and vocab % (4 * self.size) == 0  # kernels read logits in fours
+        """Return how many of the head's `vocab` rows this rank has: all if they do not divide into multiples of 4."""
+        is_divided = self.divides_head and vocab % (4 * self.size) == 0  # kernels read 4 logits at a time
         return vocab // self.size if is_divided else vocab
 
     def of(self, own: int) -> Segment:
-        """Rows of which each rank takes `own` adjacent ones."""
+        """Return the segment of rows of which each rank takes `own` adjacent ones."""
         return Segment(own * self.size, own * self.rank, own * (self.rank + 1))
 
 
@@ -65,7 +65,7 @@ ONE = Ranks()
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a stored tensor along `axis`: a part of each segment, in their order."""
+    """A rank's part of a stored tensor along `axis`: one part of each segment, in the order of the segments."""
 
     axis: int
     segments: tuple[Segment, ...]
@@ -77,12 +77,12 @@ class Shard:
 
     @property
     def parts(self) -> int:
-        """Number of parts, of the size of this rank's, in the stored tensor."""
+        """Return the number of parts, each as large as this rank's, in the stored tensor."""
         return sum(s.length for s in self.segments) // sum(s.stop - s.start for s in self.segments)
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """First and last index, the last excluded, of each run that the rank takes of the axis."""
+        """Return (first index, last index excluded) of each run along the axis that the rank takes."""
         found, first = [], 0
         for segment in self.segments:
             found.append((first + segment.start, first + segment.stop))
@@ -109,17 +109,17 @@ class Shard:
 
 
 def by_rows(*segments: Segment) -> Shard | None:
-    """Along the first axis: rows of a matrix, heads of a stack of them, numbers of a vector; None: whole."""
+    """Cut along the first axis: rows of a matrix, heads of a stack, elements of a vector; None: the whole tensor."""
     return _shard(0, segments)
 
 
 def by_expert_rows(*segments: Segment) -> Shard | None:
-    """Rows of every expert, stored as a stack or one by one."""
+    """Cut rows of every expert, stored as a stack or one by one."""
     return _shard(-2, segments)
 
 
 def by_columns(*segments: Segment) -> Shard | None:
-    """Columns of a matrix, or of every expert."""
+    """Cut columns of a matrix, or of every expert."""
     return _shard(-1, segments)
 
 
@@ -129,7 +129,7 @@ def _shard(axis: int, segments: Sequence[Segment]) -> Shard | None:
 
 
 def take_columns(tensor: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
-    """Columns (first, last excluded) of each run, beside one another; refused inside a quantization block."""
+    """Concatenate columns (first, last excluded) of each run; runs that divide a quantization block are refused."""
     unit = _unit(tensor)
     for first, last in runs:
         if first % unit or last % unit:
@@ -148,7 +148,7 @@ def take_columns(tensor: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _take(tensor: Tensor, axis: int, runs: Sequence[tuple[int, int]]) -> Tensor:
-    """Runs of an axis before the last, of any type."""
+    """Take runs of an axis before the last, for any type."""
     before = (slice(None),) * axis
     data = [tensor.data[(*before, slice(*run))] for run in runs]
     count = sum(last - first for first, last in runs)
@@ -162,7 +162,7 @@ def _take(tensor: Tensor, axis: int, runs: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _unit(tensor: Tensor) -> int:
-    """Columns that are stored together."""
+    """Return the number of columns that are stored as one unit."""
     if tensor.scales is not None:
         return tensor.group_size
     return BLOCKS[tensor.type].elements if tensor.type in BLOCKS else 1

@@ -15,7 +15,7 @@ from common.step import LongStep, Pool, Snapshot, State
 
 
 class Prefixes(Protocol):
-    """A store of states beside the slots, found by their tokens, such as common.prefix_cache.PrefixCache."""
+    """A store of states outside the slots, looked up by their tokens, such as common.prefix_cache.PrefixCache."""
 
     def restore(self, tokens: Sequence[int], state: State, reading: Reading, more_than: int = 0) -> Found:
         """Load the longest stored proper prefix of `tokens`, above `more_than` tokens, into `state`.
@@ -45,8 +45,8 @@ class Slot:
     """A state, the tokens committed to it, and snapshots to which it can be restored.
 
     tokens  the last prompt and its reply
-    marks   places in `tokens` with which the next prompt may begin, in their order
-    used    when the slot was last taken, as a count
+    marks   snapshots at prefixes of `tokens` that the next prompt may share, in ascending order
+    used    time at which the slot was last taken, as a count
     """
 
     def __init__(self, model: Model, context: int, pool: Pool | None = None):
@@ -59,11 +59,11 @@ class Slot:
 
     @property
     def committed(self) -> list[int]:
-        """The tokens that the state holds."""
+        """Return the tokens that the state holds."""
         return self.tokens[: self.state.length]
 
     def reset(self) -> None:
-        """Empty the state; the object is kept, with the graphs that a backend has captured for it."""
+        """Empty the state; its object is kept, together with the graphs that a backend has captured for it."""
         self.state.restore(self._empty)
         self.tokens, self.marks = [], []
 
@@ -77,8 +77,7 @@ class Slot:
     def rewind(self, prompt: list[int], reading: Reading) -> int:
         """Restore the state at a prefix of `prompt`, as `reading` would give it, and return its length.
 
-        A recurrent state cannot drop tokens, so that there are three choices: the state as it is, a mark, or an empty
-        state.
+        A recurrent state cannot drop tokens. Therefore the result is the current state, a mark, or an empty state.
         """
         if not self._continues(prompt, reading):
             mark = self._mark(prompt, reading)
@@ -120,7 +119,7 @@ class Slot:
         self._saved = _in_parts(state), state.length, list(state.long_steps)
         state.restore(self._empty)
         if state.pool is None:
-            state.load(state.save(), 0)  # arrays without rows, in place of those that had grown
+            state.load(state.save(), 0)  # replaces grown arrays by empty ones
         self.marks = []
 
     def resume(self) -> None:
@@ -144,7 +143,7 @@ class Slot:
 
 
 def _in_parts(state: State) -> dict[str, Any]:
-    """`State.save` in parts, each once the one before is complete: little memory of the device is left."""
+    """Save as `State.save` does, one part after another, because little memory of the device is left."""
     rows = list[list[np.ndarray]]()
     for part in saved_rows(state):
         state.finish_saving(part)

@@ -11,9 +11,9 @@ SPARE = 0.05  # of free memory, for what is not predicted
 
 
 class Slots:
-    """The slots for at most `parallel` sequences of at most `context` tokens, made as they are needed.
+    """The slots for at most `parallel` sequences of at most `context` tokens, created when they are needed.
 
-    tokens  that the pool holds in all; None: `parallel` times `context`
+    tokens  capacity of the pool in tokens; None: `parallel` times `context`
     pool    the states of all slots, if the backend has pools; else None
     """
 
@@ -30,13 +30,13 @@ class Slots:
 
     @property
     def grows(self) -> bool:
-        """Test whether each state allocates memory as it grows, so that its bytes must be predicted before."""
+        """Test whether each state allocates memory as it grows, so that its bytes must be predicted."""
         return self.pool is None and isinstance(self.model, Model) and not self.model.ops.reserves
 
     def renew(self) -> None:
         """Drop all slots and the pool, after a failure of the backend."""
         self.slots.clear()
-        self.pool = None  # the next call takes memory for another one, or ends with the error
+        self.pool = None  # the next call allocates another pool, or ends with the error
 
     def reset(self, taken: Collection[Slot | None]) -> None:
         """Empty idle slots."""
@@ -49,16 +49,16 @@ class Slots:
         held = [slot for slot in self.slots if slot not in taken and slot.tokens]
         if held:
             oldest = min(held, key=lambda slot: slot.used)
-            if self.grows:  # a state that forgets keeps its memory
+            if self.grows:  # an emptied state keeps its memory
                 self.slots.remove(oldest)
             else:
                 oldest.reset()
         return bool(held)
 
     def has_room(self, needs: Sequence[tuple[Slot, int]], taken: Collection[Slot | None]) -> bool:
-        """Test whether memory is free for slots to hold so many tokens each; drops idle slots if necessary.
+        """Test whether memory is free for each slot to hold its number of tokens; drops idle slots if necessary.
 
-        True if states do not allocate by themselves: a step then raises NoRoomError.
+        True if states do not allocate memory themselves: a step then raises NoRoomError.
         """
         (slot, tokens), *others = needs
         idle = sorted((each for each in self.slots if each not in taken), key=lambda each: each.used)
@@ -69,9 +69,9 @@ class Slots:
     ) -> Slot | None:
         """Take the idle slot with the longest reusable prefix of `prompt`; else an empty or new one; else the oldest.
 
-        None if memory for `tokens` tokens is not free beside the running sequences. A lone sequence always gets a slot.
+        None if the running sequences leave no memory for `tokens` tokens. A sequence that runs alone always gets one.
 
-        running  slots that are taken, and the tokens that each will hold
+        running  slots that are taken, and the number of tokens that each will hold
         """
         if not self.slots and self.pool is None:
             self.pool = self._new_pool()
@@ -93,7 +93,7 @@ class Slots:
         return slot
 
     def idle(self, count: int) -> list[Slot]:
-        """Return `count` slots, at most `parallel`, the ones that hold least; to be called while no sequence runs."""
+        """Return the `count` slots that hold fewest tokens, at most `parallel`; only call it while no sequence runs."""
         while len(self.slots) < min(count, self.parallel):
             self.slots.append(Slot(self.model, self.context, self.pool))
         return sorted(self.slots, key=lambda slot: slot.state.length)[:count]
@@ -134,6 +134,6 @@ class Slots:
 
 
 def _longest_prefix(idle: Sequence[Slot], prompt: list[int], reading: Reading) -> Slot | None:
-    """Choose the slot that can reuse most of a prompt; None where no slot can reuse any of it."""
+    """Choose the slot that can reuse most tokens of a prompt; None if no slot can reuse any."""
     best = max(idle, key=lambda slot: slot.reusable(prompt, reading), default=None)
     return best if best is not None and best.reusable(prompt, reading) else None

@@ -1,9 +1,9 @@
 """Step, the input of one forward pass, and State, the memory of a sequence that a step reads and extends.
 
-A step carries the new rows only: their tokens, their rope positions and which of the new rows each may see. The
-committed past is always visible, minus a window where a layer has one. Until `State.commit`, a step changes nothing
-that a later step can see, so that it may be run twice. Only `commit(path)` advances a state; rows that are not on the
-path are forgotten.
+A step has only the new rows: their tokens, their rope positions, and which of the new rows each attends to. The
+committed past is always visible, except outside the window of a layer that has one. Until `State.commit` a step changes
+nothing that a later step reads, so that it may be run twice. Only `commit(path)` advances a state; rows that are not on
+the path are dropped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from common.errors import BimetalError
 
 PAST = -1  # the parent of a row that continues the committed past
 NO_ORDER = "a block whose rows all see each other has no order for a recurrent layer"
-MAX_DECODE_ROWS = 136  # of a step that decodes or verifies: up to here rows do not depend on each other
+MAX_DECODE_ROWS = 136  # maximum rows of a step that decodes or verifies; up to it a row's bits do not depend on others
 _FIRST_SLOT = np.zeros(MAX_DECODE_ROWS, np.int32)
 _FIRST_SLOT.flags.writeable = False
 
@@ -43,9 +43,9 @@ class Step:
     tokens     (T,) int32 token ids; on the host, or still on the device that sampled them
     positions  (T,) int32 rope positions (tree depth for a tree, logical order for WeDLM); siblings share one
     parents    (T,) int32 row that each row continues, PAST for the committed past, always smaller than the row's own
-               index; None: a block whose rows all see each other (the DFlash draft)
+               index; None: a block whose rows all attend to each other (the DFlash draft)
     slots      (T,) int32 sequence of each row
-    hidden     (T, hidden) what layers before gave, where a step begins with a later layer; None: it begins with tokens
+    hidden     (T, hidden) output of earlier layers, if the step begins with a later layer; None: it begins with tokens
     """
 
     tokens: Any
@@ -81,7 +81,7 @@ class Step:
 
     @classmethod
     def block(cls, tokens: Any, start: int, slot: int = 0) -> "Step":
-        """Make a step of rows that all see each other, at consecutive positions."""
+        """Make a step of rows that all attend to each other, at consecutive positions."""
         T = len(tokens)
         return cls(tokens, np.arange(start, start + T, dtype=np.int32), None, _of_slot(T, slot))
 
@@ -97,7 +97,7 @@ class Step:
 
     @cached_property
     def visible(self) -> np.ndarray:
-        """Return (T, T) bool: whether row i sees row j of this step. A row always sees itself."""
+        """Return (T, T) bool: whether row i attends to row j of this step. A row always attends to itself."""
         T = len(self)
         if self.parents is None:
             return np.ones((T, T), bool)
@@ -110,7 +110,7 @@ class Step:
         return visible
 
     def order(self) -> np.ndarray:
-        """`parents`, for layers that take rows one after another; refuses a block, whose rows have no order."""
+        """Return `parents`, for layers that process rows one after another; refuses a block, which has no order."""
         if self.parents is None:
             raise BimetalError(NO_ORDER)
         return self.parents
@@ -136,9 +136,9 @@ Parts = Sequence[np.ndarray]  # (heads, tokens, width) each, of consecutive toke
 
 
 class LayerState(Protocol):
-    """One state of one layer. Its op writes the rows of a step beside the committed past; `commit` keeps some of them.
+    """One state of one layer. Its op writes the rows of a step after the committed past; `commit` keeps some of them.
 
-    A state that only appends may use its length as a snapshot: `State.restore` refuses one whose rows are overwritten.
+    A state that only appends may use its length as a snapshot: `State.restore` refuses snapshots with overwritten rows.
 
     Committed contents can be saved as arrays on the host, in their stored format, and loaded into any state of the same
     spec; later results are bitwise identical. Rows that only append, (heads, tokens, width), are saved for a range of
@@ -153,7 +153,7 @@ class LayerState(Protocol):
     def restore(self, snapshot: Any) -> None: ...
 
     def row_shapes(self, tokens: int) -> list[Shape]:
-        """Return shape and dtype of the arrays that `save_rows` returns for so many tokens."""
+        """Return shape and dtype of the arrays that `save_rows` returns for `tokens` tokens."""
         ...
 
     def point_shapes(self, length: int) -> list[Shape]:
@@ -165,7 +165,7 @@ class LayerState(Protocol):
     def save_point(self) -> list[np.ndarray]: ...
 
     def load(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
-        """Replace the contents by what was saved at `length` tokens; `rows` are those of all tokens, in parts."""
+        """Replace the contents by those saved at `length` tokens; `rows` are the rows of all tokens, in parts."""
         ...
 
     @property
@@ -200,7 +200,7 @@ class State:
 
     def __init__(self, layers: Sequence[Mapping[str, LayerState]], capacity: int):
         self.layers = [SimpleNamespace(**layer) for layer in layers]
-        self.capacity = capacity  # most tokens that may ever be committed
+        self.capacity = capacity  # maximum number of committed tokens
         self.length = 0  # committed tokens
         self.long_steps: list[LongStep] = []  # of the committed tokens
         self._rewinds = 0  # restores so far
@@ -285,7 +285,7 @@ class State:
 
     @property
     def saving(self) -> tuple[int, int | None]:
-        """Bytes of saved arrays that are not complete, and most of them before saving waits; None: any number."""
+        """Return the bytes of incomplete saved arrays, and the maximum before saving waits; None: no maximum."""
         return 0, None
 
     def when_saved(self, arrays: Sequence[np.ndarray] | None = None) -> Callable[[], object]:
@@ -296,7 +296,7 @@ class State:
         return lambda: None
 
     def finish_saving(self, arrays: Sequence[np.ndarray] | None = None) -> None:
-        """Wait until arrays are complete, as `when_saved` has them."""
+        """Wait until arrays are complete; arguments as in `when_saved`."""
         self.when_saved(arrays)()
 
     def load(self, arrays: Mapping[str, np.ndarray | Parts], length: int, long_steps: Sequence[LongStep] = ()) -> None:
@@ -331,7 +331,7 @@ class State:
         self.long_steps = list(long_steps)
 
     def load_parts(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
-        """`load` of arrays that are known to fit."""
+        """Load arrays, as `load` does, that are known to fit."""
         for state in self._all():
             own, beside = len(state.row_shapes(length)), len(state.point_shapes(length))
             state.load(length, rows[:own], point[:beside])
@@ -341,7 +341,7 @@ class State:
 
 
 def _joined(parts: Parts) -> Shape:
-    """Shape and dtype of all parts together, or of the first one that does not fit the one before it."""
+    """Return shape and dtype of all parts together, or of the first part that does not fit the previous one."""
     shape, dtype = parts[0].shape, parts[0].dtype
     for part in parts[1:]:
         if (part.shape[0], *part.shape[2:], part.dtype) != (shape[0], *shape[2:], dtype):

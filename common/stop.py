@@ -6,7 +6,7 @@ from common.reply import overlap
 
 
 class StopText:
-    """Hold back text that may turn out to begin a stop string, and cut at the first stop string."""
+    """Filter that holds text which may be the beginning of a stop string, and cuts at the first stop string."""
 
     def __init__(self, stop: Sequence[str]):
         self.stop = tuple(stop)
@@ -18,7 +18,7 @@ class StopText:
         return self.stopped_by is not None
 
     def push(self, text: str) -> str:
-        """Add text, and return what is now certain to lie before any stop string."""
+        """Add text, and return the text that is certainly not part of a stop string."""
         if not self.stop:
             return text
         self.held += text
@@ -32,6 +32,6 @@ class StopText:
         return out
 
     def flush(self) -> str:
-        """Return what is held back: the text has ended."""
+        """Return the held text after the end of the text."""
         out, self.held = self.held, ""
         return out

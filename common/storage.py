@@ -1,6 +1,6 @@
-"""Specs of what each layer stores for a sequence, and of how many bytes that takes.
+"""Specs of the states that each layer stores for a sequence, and of their bytes.
 
-A spec names its arrays of rows (`planes`), whether they append, wrap or recur (`kind`), and counts their bytes.
+A spec lists its arrays of rows (`planes`), states whether they append, wrap or recur (`kind`), and counts their bytes.
 Backends build their states from specs, and predictions of memory add up their bytes.
 """
 
@@ -25,7 +25,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Plane:
-    """One array of rows: `heads` vectors of `dim` numbers per token, in `format`, perhaps rotated before encoding."""
+    """One array of rows: `heads` vectors of `dim` numbers per token in `format`, optionally rotated before encoding."""
 
     heads: int
     dim: int
@@ -33,21 +33,21 @@ class Plane:
     rotated: bool = False
 
     def row_bytes(self, item_bytes: int) -> int:
-        """Bytes of one token's row; a number of the format NATIVE takes `item_bytes`."""
+        """Compute the bytes of one token's row; a number of the format NATIVE takes `item_bytes`."""
         native = self.format == NATIVE
         return self.heads * (self.dim * item_bytes if native else FORMATS[self.format].row_bytes(self.dim))
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Options of a compressed cache beside its formats.
+    """Options of a compressed cache in addition to its formats.
 
     rotate_keys    rotate keys before they are encoded
     rotate_values  rotate values before they are encoded
     sinks          first tokens of a sequence that attention reads exactly, in the backend's own float type
-    recent         latest tokens, a row's own among them, that attention reads exactly
-    calibration    first tokens whose keys and queries give each channel's mean and scale, with which later keys are
-                   encoded; they are read exactly as well. 0: keys are encoded as they are
+    recent         latest tokens, including a row's own, that attention reads exactly
+    calibration    number of first tokens whose keys and queries determine each channel's mean and scale, with which
+                   later keys are encoded; these tokens are read exactly as well. 0: keys are encoded unscaled
     """
 
     rotate_keys: bool = False
@@ -58,12 +58,12 @@ class Packing:
 
     @property
     def first(self) -> int:
-        """First tokens that are read exactly."""
+        """Return the number of first tokens that are read exactly."""
         return max(self.sinks, self.calibration)
 
     @property
     def exact(self) -> int:
-        """Tokens of a sequence up to which all are read exactly."""
+        """Return the maximum length of a sequence at which all tokens are read exactly."""
         return self.first + self.recent
 
     @property
@@ -72,7 +72,7 @@ class Packing:
 
 
 class Spec:
-    """Base of all specs, with the answers of a state of a fixed size, which has no rows."""
+    """Base of all specs, with defaults for a state of fixed size, which has no rows."""
 
     @property
     def kind(self) -> Kind:
@@ -84,7 +84,7 @@ class Spec:
 
     @property
     def numbers(self) -> int:
-        """Numbers of one token's row, over all planes."""
+        """Count the numbers of one token's row over all planes."""
         return sum(plane.heads * plane.dim for plane in self.planes)
 
     @property
@@ -115,15 +115,15 @@ class RowSpec(Spec):
 
     @property
     def formats(self) -> tuple[str, str]:
-        """The formats of keys and of values, as options name them."""
+        """Return the formats of keys and of values, as options name them."""
         return self.planes[0].format, self.planes[-1].format
 
     def rows(self, tokens: int) -> int:
-        """Rows that are held after `tokens` tokens."""
+        """Return the number of rows that are held after `tokens` tokens."""
         return tokens if self.window is None else min(tokens, self.sinks + self.window)
 
     def exact_bytes(self, tokens: int, item_bytes: int) -> int:
-        """Count the bytes beside the rows: exact copies in the backend's own float type, and calibration statistics."""
+        """Count the bytes of exact copies in the backend's own float type, and of calibration statistics."""
         return 0
 
     def bytes(self, tokens: int, item_bytes: int) -> int:
@@ -134,7 +134,7 @@ class RowSpec(Spec):
 class KVSpec(RowSpec):
     """Keys and values of one attention layer, each in a format of its own.
 
-    A layer with a `window` sees, and holds, the first `sinks` tokens and the last `window`.
+    A layer with a `window` holds, and attends to, the first `sinks` tokens and the last `window` tokens.
     """
 
     kv_heads: int
@@ -150,7 +150,7 @@ class KVSpec(RowSpec):
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """The keys, then the values."""
+        """Return the planes of keys and of values."""
         return (
             Plane(self.kv_heads, self.key_dim, self.key_format, self.packing.rotate_keys),
             Plane(self.kv_heads, self.value_dim, self.value_format, self.packing.rotate_values),
@@ -158,7 +158,7 @@ class KVSpec(RowSpec):
 
     @property
     def exact(self) -> "ExactSpec":
-        """The rows that attention reads exactly, as a cache of their own."""
+        """Return the spec of the rows that attention reads exactly, as a separate cache."""
         recent, first, asks = self.packing.recent, self.packing.first, self.packing.calibration > 0
         return ExactSpec(self.kv_heads, self.key_dim, self.value_dim, recent, first, holds_queries=asks)
 
@@ -174,9 +174,9 @@ class KVSpec(RowSpec):
 
 @dataclass(frozen=True)
 class ExactSpec(KVSpec):
-    """Rows beside a compressed cache: keys and values that attention reads exactly, and queries for calibration.
+    """Rows in addition to a compressed cache: keys and values that attention reads exactly, queries for calibration.
 
-    holds_queries  whether the plane of the keys also has a query beside each key: the query head of its group with the
+    holds_queries  whether the plane of the keys also has a query for each key: the query head of its group with the
                    number `position % (query heads per KV head)`; zeros for rows without queries
     """
 
@@ -204,7 +204,7 @@ class LatentSpec(RowSpec):
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """Both parts in one plane, or the latent in its format and the roped part in the backend's own float type."""
+        """Return one plane of both parts, or one of the latent in its format and one of the native roped part."""
         if self.latent_format == NATIVE:
             return (Plane(1, self.latent_dim + self.rope_dim),)
         return (Plane(1, self.latent_dim, self.latent_format, self.rotate_latent), Plane(1, self.rope_dim))
@@ -223,7 +223,7 @@ class ConvSpec(Spec):
 
 @dataclass(frozen=True)
 class DeltaSpec(Spec):
-    """The float32 matrix per head, (heads, key_dim, value_dim), of one Gated DeltaNet layer with so many key heads."""
+    """The float32 matrix per head, (heads, key_dim, value_dim), of one Gated DeltaNet layer."""
 
     key_heads: int
     heads: int
@@ -252,5 +252,5 @@ def all_specs(layers: Iterable[LayerSpec]) -> list[Spec]:
 
 
 def state_bytes(layers: Sequence[LayerSpec], tokens: int, item_bytes: int) -> int:
-    """Bytes of a sequence's state at `tokens` tokens; a number in the backend's own float type takes `item_bytes`."""
+    """Count the bytes of a state at `tokens` tokens; a number in the backend's own float type takes `item_bytes`."""
     return sum(s.bytes(tokens, item_bytes) for s in all_specs(layers))

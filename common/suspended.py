@@ -10,11 +10,11 @@ Ended = tuple[Sequence, Exception]  # a sequence that must end, and the error th
 
 
 class Suspended:
-    """Moves states to the host and back.
+    """Sequences whose states were moved to the host, and methods to move states there and back.
 
-    sequences  whose states are on the host
+    sequences  sequences whose states are on the host
     has_ended  whether a sequence has ended since the last one was suspended: memory may be free again
-    count      suspensions so far
+    count      number of suspensions so far
     """
 
     def __init__(self, schedule: Schedule, memory: Slots):
@@ -57,7 +57,7 @@ class Suspended:
         return True
 
     def resume(self, running: list[Sequence]) -> Ended | None:
-        """Resume a sequence if memory may be free again; returns it if it does not even fit alone, or fails to load."""
+        """Resume a sequence if memory may be free; return it if it does not fit even alone, or if loading fails."""
         if running and not self.has_ended:
             return None
         self.has_ended = False
@@ -72,7 +72,7 @@ class Suspended:
             is_alone = not self._memory.forget_one(self._taken(running)) and not running
             return (sequence, error) if is_alone else None
         except Exception as raised:
-            sequence.slot.reset()  # its state may have been loaded in part
+            sequence.slot.reset()  # its state may be partly loaded
             return sequence, raised
         self.sequences.remove(sequence)
         running.append(sequence)

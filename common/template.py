@@ -1,4 +1,4 @@
-"""Chat templates are programs that came with a model: Jinja in a sandbox that bounds time, length and memory.
+"""Renderer of chat templates, which are programs in a model's files: Jinja in a sandbox with limits of time and memory.
 
 A thread cannot be stopped from outside, so every step that could be long is checked where it begins: each iteration of
 a loop or generator, operator, comparison, test, filter, call, look-up, literal and output checks the clock, and refuses
@@ -37,14 +37,14 @@ _limits: ContextVar[TemplateLimits] = ContextVar("limits")
 
 
 class TemplateStoppedError(BimetalError):
-    """A template passed a limit."""
+    """A template exceeded a limit."""
 
 
 def run(template: str, inputs: Mapping[str, Any]) -> str:
     """Render `template` (Jinja source) for `inputs`.
 
-    Raises BimetalError with the template's own words where it refuses the inputs, and in one sentence where it fails;
-    TemplateStoppedError where it passes a limit.
+    Raises BimetalError with the template's own message if it refuses the inputs, and with one sentence if it fails;
+    TemplateStoppedError if it exceeds a limit.
     """
     compiled = compile_template(template)
     try:
@@ -206,7 +206,7 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _values(limits: TemplateLimits, values: Iterator[Any]) -> Iterator[Any]:
-    """`values`, which together may be as long as a list of them."""
+    """Yield `values`, whose total length is limited like that of a list."""
     size = 0
     for value in values:
         limits.tick()
@@ -238,7 +238,7 @@ def _concat(values: list[Any]) -> str:
 
 
 class _Generation(Extension):
-    """{% generation %} marks what the model wrote, for training; here it prints its body."""
+    """Tag {% generation %}, which marks text of the model for training; here it prints its body."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -254,7 +254,7 @@ class _Namespace(Namespace):
         super().__setitem__(name, value)
 
     def __repr__(self) -> str:
-        return "<Namespace>"  # one may hold another many times over
+        return "<Namespace>"  # a namespace may hold another one many times
 
 
 def _namespace(*args: Any, **values: Any) -> _Namespace:
@@ -265,14 +265,14 @@ def _namespace(*args: Any, **values: Any) -> _Namespace:
 
 
 def _check_name(name: str) -> None:
-    if name.startswith("_"):  # such names reach into Python, past the sandbox
+    if name.startswith("_"):  # such attributes of Python objects would escape the sandbox
         raise SecurityError(f"a namespace cannot hold {name!r}")
 
 
 def _dict(*args: Any, **values: Any) -> dict:
     """Make a dict, with a check of the clock before each entry: keys of equal hash take quadratic time.
 
-    Templates get this function in place of the type `dict`, whose attributes they could reach.
+    Templates get this function instead of the type `dict`, whose attributes they could access.
     """
     return dict(*(value if isinstance(value, Mapping) else _Steps(value) for value in args), **values)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError
 
-SECONDS = 2.0  # of the thread's time, in one run
+SECONDS = 2.0  # maximum of the thread's CPU time in one run
 LEAST, PER_CHARACTER = 1 << 18, 16  # the limit of a value: so many characters, and more per character of the input
 GROWTH = 64  # limits that one call may multiply arguments to, in characters made or compared
 TOTAL = 256  # limits that all values of one run may have together
@@ -22,14 +22,14 @@ _LISTS: Any = (list, tuple, type({}.keys()), type({}.values()), type({}.items())
 
 
 class LimitError(Exception):
-    """A template passed a limit."""
+    """A template exceeded a limit."""
 
 
 class TemplateLimits:
-    """The limits of one run of a template, and what is left of them.
+    """The limits of one run of a template, and the amounts that are left.
 
-    inputs   what the template reads; it cannot change these values, so that each is measured once
-    seconds  of the thread's time
+    inputs   values that the template reads; it cannot change them, so that each is measured once
+    seconds  of the thread's CPU time
     """
 
     def __init__(self, inputs: Any, seconds: float):
@@ -105,7 +105,7 @@ class TemplateLimits:
             raise LimitError(f"makes an integer of more than {BITS} bits")
 
     def check_format(self, form: Any) -> None:
-        """Refuse a format with a large width, or one that takes widths from its arguments."""
+        """Refuse a format with a large width, or with widths in its arguments."""
         text = form.decode("latin-1") if isinstance(form, bytes) else str(form)
         if sum(int(run[:9]) for run in re.findall("[0-9]+", text)) > GROWTH * self.limit:
             raise self.too_long()

@@ -1,8 +1,8 @@
 """A tensor as a file stores it: bytes that stay memory-mapped until a backend reads them.
 
-Every reader (`common/gguf.py`, `common/safetensors.py`) hands out `Tensor`s, every loader fix maps a `Tensor` to a
-`Tensor`, and each backend turns one into its own weight handle. Rows (the first axis) are always whole, so taking
-rows never decodes anything.
+Every reader (`common/gguf.py`, `common/safetensors.py`) returns `Tensor`s, every loader fix maps a `Tensor` to a
+`Tensor`, and each backend converts a `Tensor` to its own weight handle. Rows (the first axis) are never split, so that
+taking rows decodes nothing.
 """
 
 import mmap
@@ -70,7 +70,7 @@ class Tensor:
 
 
 def same_axes(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Test whether the shapes differ in axes of length 1 alone, so that writers may keep or drop those axes."""
+    """Test whether the shapes differ only in axes of length 1, which writers may keep or drop."""
     return [n for n in one if n != 1] == [n for n in other if n != 1]
 
 
@@ -121,7 +121,7 @@ def map_file(path: Path) -> np.ndarray:
 def release(tensor: Tensor) -> None:
     """Drop the tensor's pages from memory, once a copy of it exists; a later read loads them from the file again.
 
-    Does nothing for bytes that are not a view into a mapped file, and where the system has no MADV_DONTNEED.
+    Does nothing for bytes that are not a view into a mapped file, or if the system has no MADV_DONTNEED.
     """
     for part in (tensor, tensor.scales, tensor.biases):
         if part is not None:
@@ -129,7 +129,7 @@ def release(tensor: Tensor) -> None:
 
 
 def give_back(data: np.ndarray) -> None:
-    """`release` of bytes."""
+    """Drop pages as `release` does, for an array of bytes."""
     found = stored_at(data)
     if found is not None and data.flags.c_contiguous and hasattr(mmap, "MADV_DONTNEED"):
         map_, start = found

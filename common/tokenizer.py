@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a GGUF file's metadata or a Hugging Face folder.
+"""Tokenizer: text to token ids and back, from a GGUF file's metadata or a Hugging Face folder.
 
 The work is done by the `tokenizers` package, whose tokenizer common/gguf_tokenizer.py or common/folder_tokenizer.py
 makes; this module finds the special ids, and decodes bytes, not strings, so that a character divided among tokens
@@ -48,7 +48,7 @@ _BYTES = _byte_alphabet()
 
 
 class Tokenizer:
-    """One vocabulary: `encode`, `decode`, and what a generation loop needs to know of its special tokens.
+    """A vocabulary with `encode`, `decode`, and the special tokens that a generation loop needs.
 
     vocab_size      ids 0..vocab_size-1 have a text; a model may have more logits (padding), which have none
     bos_id, eos_id  int or None
@@ -105,7 +105,7 @@ class Tokenizer:
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Ids by token, in the spelling of the tokenizer's files."""
+        """Return ids by token, in the spelling of the tokenizer's files."""
         vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return vocab
 
@@ -122,11 +122,12 @@ class Tokenizer:
         return self._lock.locked()
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        """Ids of `text`.
+        """Encode `text` to token ids.
 
-        add_special_tokens  put bos (or what the model uses) in front, unless the text starts with it
-        parse_special       control tokens spelled out in the text become their ids; off for text from strangers. Tokens
-                            that a model calls plain text, such as <think>, are one id either way.
+        add_special_tokens  prepend bos (or the model's equivalent), unless the text starts with it
+        parse_special       encode control tokens that are spelled out in the text as their ids; turn it off for text
+                            from untrusted sources. Tokens that a model declares as plain text, such as <think>, are one
+                            id in both cases.
         """
         _check_text(text)
         with self._lock, _without_panic():
@@ -139,7 +140,7 @@ class Tokenizer:
 
     @property
     def control_tokens(self) -> list[str]:
-        """The texts of the control tokens, by id: those that files mark as special, and those that end a reply."""
+        """Return the texts of control tokens, ordered by id: tokens marked as special, and tokens that end a reply."""
         return [self._added[id].decode() for id in sorted(self._control)]
 
     def encode_and_find(self, text: str, parse_special: bool = True) -> tuple[list[int], list[tuple[int, int, int]]]:
@@ -157,9 +158,9 @@ class Tokenizer:
         return [found.ids for found in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of `text`, none of them a control token.
+        """Encode `text` to ids, none of which is a control token.
 
-        Some files do not mark the token that ends a reply as special; where `text` spells that out, it is cut in two.
+        Some files do not mark the token that ends a reply as special; if `text` spells it out, it is cut in two.
         """
         ids, left = list[int](), [text]
         while left:
@@ -181,14 +182,12 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, tokenize: bool = True, **options: Any
     ) -> list[int] | str:
-        """The token ids of `messages` that a chat begins with, or their text; options as in common.chat.chat_prompt."""
+        """Render `messages` to token ids, or to text; options as in common.chat.chat_prompt."""
         prompt = self.chat_prompt(messages, tools, **options)
         return prompt.tokens if tokenize else prompt.text
 
     def check_fits(self, text: str, context: int) -> None:
-        """Refuse a text that has more than `context` tokens where that is certain without encoding it:
-        PromptTooLongError.
-        """
+        """Refuse a text that certainly has more than `context` tokens, without encoding it: PromptTooLongError."""
         if len(text) > context and (least := self.least_tokens(text)) > context:
             raise PromptTooLongError(
                 f"the prompt has at least {least} tokens and the context holds {context}; shorten it or raise ctx",
@@ -197,8 +196,9 @@ class Tokenizer:
             )
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that `encode(text)` cannot go below, found without encoding, which takes half a minute for
-        10 MB: no token stands for more bytes than the longest one. 0 where that does not hold.
+        """Compute a lower bound on the tokens of `text` without encoding it, which takes half a minute for 10 MB.
+
+        No token stands for more bytes than the longest one; 0 if a token may stand for any number of bytes.
         """
         if self._longest is None:
             return 0
@@ -209,13 +209,13 @@ class Tokenizer:
 
     @cached_property
     def _left_out(self) -> bytes:
-        """Bytes that have no token, which encoding leaves out."""
+        """Return the bytes that have no token, which encoding omits."""
         tokens = self._backend.get_vocab(with_added_tokens=False) if self._byte_level else _BYTES
         return bytes(byte for char, byte in _BYTES.items() if char not in tokens)
 
     @cached_property
     def _longest(self) -> int | None:
-        """Bytes of the longest token; None where a token may stand for any number of them."""
+        """Return the bytes of the longest token; None if a token may stand for any number of bytes."""
         tokens = self._backend.get_vocab(with_added_tokens=False)
         model = self._backend.model
         added = self._backend.get_added_tokens_decoder().values()
@@ -250,7 +250,7 @@ class Tokenizer:
         return self._whole[id]
 
     def decode(self, ids: Iterable[int] | int, skip_special_tokens: bool = False) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD. `skip_special_tokens` leaves control tokens out."""
+        """Decode `ids` to text; bytes that are not UTF-8 become U+FFFD. `skip_special_tokens` omits control tokens."""
         decoder = self.decoder(skip_special_tokens)
         return "".join([decoder.push(id) for id in _whole_numbers(ids)]) + decoder.flush()
 
@@ -268,7 +268,7 @@ def _whole_numbers(ids: Any) -> list[int]:
 
 
 def _check_text(text: str) -> None:
-    """Refuse what the package cannot encode. Raises UsageError for what is no text, else BimetalError."""
+    """Refuse text that the package cannot encode. Raises UsageError for other types, else BimetalError."""
     if not isinstance(text, str):
         raise UsageError(f"the text to encode is {shown(text)}; it must be a str")
     try:
@@ -292,7 +292,7 @@ def _without_panic() -> Iterator[None]:
 
 
 class Decoder:
-    """Text of a growing sequence of ids: the pieces that `push` and `flush` return join to `Tokenizer.decode`."""
+    """Incremental decoder of ids: the pieces from `push` and `flush` join to the result of `Tokenizer.decode`."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = False):
         self._tokenizer = tokenizer
@@ -312,7 +312,7 @@ class Decoder:
         return self._strip(text) if self._at_start else text
 
     def flush(self) -> str:
-        """Ends the sequence: U+FFFD if a character stayed unfinished, else ""."""
+        """End the sequence: return U+FFFD if a character is incomplete, else ""."""
         return self._strip(self._utf8.decode(b"", final=True))
 
     def _strip(self, text: str) -> str:
@@ -323,7 +323,7 @@ class Decoder:
 
 
 def _removes_first_space(decoder: dict[str, Any]) -> bool:
-    """Test whether a decoder, in the form that tokenizer.json gives it, drops the space that encoding put in front."""
+    """Test whether a decoder, as in tokenizer.json, drops the space that encoding put in front."""
     parts = decoder.get("decoders", [decoder])
     return any(
         (part["type"] == "Strip" and part["content"] == " " and part["start"] > 0)
@@ -333,7 +333,7 @@ def _removes_first_space(decoder: dict[str, Any]) -> bool:
 
 
 def load_tokenizer(path: str | Path, config: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a checkpoint: from `config` if that is GGUF metadata, else from the files in the folder `path`.
+    """Load the tokenizer of a checkpoint, from `config` if it is GGUF metadata, else from files in the folder `path`.
 
     config  GGUF metadata ("tokenizer.ggml.model", ...) or the contents of config.json
     """

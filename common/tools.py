@@ -1,12 +1,12 @@
 """Parse tool calls as models write them: find the syntax that a chat template shows, and read a call in it.
 
-Three syntaxes cover the families we run. Each call stands between <tool_call> and </tool_call>:
+Three syntaxes cover the supported families. Each call is enclosed by <tool_call> and </tool_call>:
 
     Hermes, Qwen2.5, Qwen3      {"name": NAME, "arguments": {...}}
     Qwen3-Coder, Qwen3.5/3.6    <function=NAME> <parameter=KEY>⏎VALUE⏎</parameter> ... </function>
     GLM-4.5 to 4.7, Laguna      NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> ...
 
-The last two write strings as they are and other values as JSON; the tool's JSON schema says which of them a value is.
+The last two write strings unquoted and other values as JSON; the tool's JSON schema determines which one a value is.
 """
 
 import json
@@ -29,10 +29,10 @@ _NAME = r"[\w.:/-]+"
 class Syntax(NamedTuple):
     """Syntax of a family's tool calls.
 
-    parse  the call in the text between the tags; None if that text ends inside a value, so that the closing tag belongs
-           to the value; ValueError if it is no call
-    lead   what follows <tool_call> and white space in every call
-    bare   what begins a call of the tool {} where models often forget <tool_call>
+    parse  function that parses the text between the tags; returns None if that text ends inside a value, so that the
+           closing tag belongs to the value; raises ValueError if the text is no call
+    lead   text that follows <tool_call> and white space in every call
+    bare   text that begins a call of the tool {} for models that often omit <tool_call>
     """
 
     parse: Parse
@@ -127,7 +127,7 @@ def schemas(tools: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def read_call(syntax: Syntax, body: str, schemas: Schemas) -> dict[str, str] | None:
-    """The call in `body` as OpenAI writes it: name, and arguments as JSON text. None and ValueError as Syntax.parse."""
+    """Read the call in `body` as OpenAI's name and arguments as JSON text. None and ValueError as in Syntax.parse."""
     try:
         call = syntax.parse(body, schemas)
         if call is None:
@@ -186,7 +186,7 @@ def _tagged(head: str, argument: str, close: str, tail: str, framed: bool) -> Pa
         return name, arguments
 
     def closing(body: str, start: int) -> re.Match[str] | None:
-        """The tag that ends the value at `start`: not one of a pair inside it, nor one with more of the value after."""
+        """Find the tag that ends the value at `start`, not one of a pair inside the value or one before more of it."""
         depth = 0
         for tag in tags.finditer(body, start):
             if tag[0] != close:

@@ -73,7 +73,7 @@ def _after_user(one: ChatPrompt, other: ChatPrompt, unshared: Sequence[int]) -> 
 
 
 def _system(render: Render, messages: Sequence[Message], prompt: ChatPrompt, tools: bool) -> int:
-    """Tokens that any conversation with the same system messages and tools begins with."""
+    """Return tokens that any conversation with the same system messages and tools begins with."""
     count = sum(1 for _ in takewhile(lambda message: message["role"] in SYSTEM, messages))
     if not count and not tools:
         return 0

@@ -9,10 +9,10 @@ from common.storage import Packing
 def seen_rows(
     step: Step, places: np.ndarray, window: int | None = None, sinks: int = 0, causal: bool = False
 ) -> np.ndarray:
-    """(T, n + T) bool: what each row of the step sees of committed rows at `places` (n,), then of the step's rows.
+    """Build the mask (T, n + T) bool: which committed rows at `places` (n,), then step rows, each row attends to.
 
-    window  hides positions at or below a row's own minus `window`, but for the first `sinks`
-    causal  hides later rows of the step
+    window  masks positions at or below a row's own minus `window`, except for the first `sinks`
+    causal  masks later rows of the step
     """
     T = len(step)
     own = step.visible & np.tri(T, dtype=bool) if causal else step.visible
@@ -24,7 +24,7 @@ def seen_rows(
 
 
 def exact_rows(step: Step, places: np.ndarray, packing: Packing) -> np.ndarray:
-    """(T, n + T) bool: which rows each row of the step reads exactly, and not from codes."""
+    """Build the mask (T, n + T) bool of the rows that each row of the step reads exactly, and not from codes."""
     position = _positions(step, places)
     return (position < packing.first) | (position > step.positions[:, None] - packing.recent)
 

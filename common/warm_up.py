@@ -20,14 +20,14 @@ class Size(NamedTuple):
 
 
 def warm_sizes(model: Model, slots: Slots) -> list[Size]:
-    """List the sizes of steps that are slow at first, the smallest first."""
+    """List the sizes of steps whose first runs are slow, in ascending order."""
     rows = [n for n in model.ops.warm_rows if n < slots.context]
     joined = {min(n, slots.parallel) for n in rows} if slots.pool is not None else set()
     return sorted([*map(Size, rows), *(Size(n, is_joined=True) for n in joined if n > 1)])
 
 
 def warm_up(model: Model, slots: Slots, size: Size) -> None:
-    """Run steps of a size in idle slots, if their sequences leave room."""
+    """Run steps of a size in idle slots, if their states have room."""
     states = [slot.state for slot in slots.idle(size.rows if size.is_joined else 1)]
     own = 1 if size.is_joined else size.rows
     if any(state.length + own > state.capacity for state in states):

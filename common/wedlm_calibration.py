@@ -1,4 +1,4 @@
-"""The calibrated window of a WeDLM model: a small JSON file beside the model, which `generate calibrate` writes."""
+"""The calibrated window of a WeDLM model: a small JSON file next to the model, which `generate calibrate` writes."""
 
 import json
 import math
@@ -16,11 +16,11 @@ VALUES, MEASURED = ("window", "tau", "lambda"), ("agreement", "tokens_per_forwar
 
 @dataclass(frozen=True)
 class Calibration:
-    """A window's options, and what was measured with them.
+    """A window's options, and measurements with them.
 
-    agreement           share of the tokens that plain greedy decoding would have chosen at their places
-    tokens_per_forward  of forwards that filled a mask
-    text                name of the file that was decoded from
+    agreement           share of the tokens that plain greedy decoding would have chosen at their positions
+    tokens_per_forward  mean over the forwards that filled a mask
+    text                name of the file that the prompts were cut from
     """
 
     window: WedlmOptions
@@ -39,7 +39,7 @@ def place(model: Path) -> Path:
 
 
 def write(model: Path, found: Calibration) -> Path:
-    """Keep a calibration beside the model; returns the file. Raises OSError."""
+    """Write a calibration next to the model, and return its path. Raises OSError."""
     window = found.window
     values = dict(zip(VALUES, (window.window, window.tau, window.penalty), strict=True))
     if window.checks:

@@ -1,8 +1,8 @@
 """Load the weights of a model from a checkpoint's tensors by the model's table; every tensor is accounted for.
 
-A model states a table: for each weight its name in either kind of file, its shape, and how a stored value becomes the
-canonical one (norm weights as multiplied, half-split rope rows, value heads tiled over key heads). The loader reports
-by name what is missing, unused or misshapen, and hands each tensor to the backend once.
+A model defines a table: for each weight its name in either kind of file, its shape, and the conversion of the stored
+values to the canonical form (norm weights as multiplied, half-split rope rows, value heads tiled over key heads). The
+loader reports the names of missing, unused and misshapen tensors, and passes each tensor to the backend once.
 """
 
 import math
@@ -28,7 +28,7 @@ Fix = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Stored:
-    """Place of a weight in the checkpoint: its full name, its canonical shape, and the fix between both.
+    """Place of a weight in the checkpoint: its full name, its canonical shape, and the fix from stored to canonical.
 
     Several names are the layer's experts, one tensor each, to be stacked.
 
@@ -44,17 +44,17 @@ class Stored:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """The shape that the stored tensor has, once axes are in the canonical order."""
+        """Return the shape of the whole stored tensor, with axes in the canonical order."""
         shape = self.part_of or self.shape
         return self.shard.whole(shape) if self.shard else shape
 
 
 @dataclass(frozen=True)
 class Names:
-    """Picks a weight's name and fix by the checkpoint's dialect.
+    """Choice of a weight's name and fix by the checkpoint's dialect.
 
-    dialect  "hf" (as trained), "mlx" (as mlx-lm converts it) or "gguf"
-    prefix   of this layer's tensors in that dialect
+    dialect  "hf" (as trained), "mlx" (as converted by mlx-lm) or "gguf"
+    prefix   prefix of the names of this layer's tensors in that dialect
     """
 
     dialect: str
@@ -79,7 +79,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight that `linear`, `embed` or `moe` takes: stays quantized; several parts are stacked by rows."""
+    """A weight for `linear`, `embed` or `moe`, which stays quantized; several parts are stacked by rows."""
 
     parts: tuple[Stored, ...]
 
@@ -88,7 +88,7 @@ class Matrix:
 
 
 class ExpertMatrix(Matrix):
-    """The matrices (experts, rows, columns) of a mixture's experts, of which `moe` takes those that rows choose."""
+    """The matrices (experts, rows, columns) of a mixture's experts, from which `moe` reads those that rows choose."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ Table = Mapping[str, "Matrix | Vector | None"]  # None: absent in this model (no
 
 @dataclass(frozen=True)
 class Layout:
-    """All weights of a model as one checkpoint names them.
+    """All weights of a model by their names in one checkpoint.
 
-    ignored  returns why a tensor that no table lists may be ignored ("MTP block"), or None
+    ignored  function that returns why a tensor that no table lists may be ignored ("MTP block"), or None
     """
 
     top: Table
@@ -125,11 +125,11 @@ class Layout:
 
     @property
     def out(self) -> int:
-        """The layer beside which the last norm and the head lie: the last; the first if the embedding is the head."""
+        """Return the layer on whose device the last norm and the head are: the last, or the first for a tied head."""
         return 0 if self.top.get("head") is None else len(self.layers) - 1
 
     def layer_of(self, name: str, first: int = 0, out: int | None = None) -> int:
-        """The layer beside which the weight `name` outside the layers lies, where the first one is called `first`."""
+        """Return the layer on whose device the weight `name` outside the layers is; the first layer is `first`."""
         return (first + self.out if out is None else out) if name in ("norm", "head") else first
 
 
@@ -145,7 +145,7 @@ def load_weights(
     """Return the weights as namespaces of backend handles: `.embed`, `.norm`, ..., `.layers[i].q_proj`, ...
 
     first     number of the first layer in the state
-    out       the layer beside which the last norm lies, if not `layout.out`
+    out       the layer on whose device the last norm is, if not `layout.out`
     streamed  handles of matrices that stay in the checkpoint's files
     """
     account(checkpoint, layout)
@@ -189,8 +189,8 @@ class Misfits:
     """Tensors of a checkpoint that do not fit a layout.
 
     missing    names that the layout lists and the checkpoint lacks
-    unused     names that neither the layout nor its `ignored` knows
-    misshapen  a sentence for each weight whose stored shape the layout contradicts
+    unused     names that neither the layout nor its `ignored` lists
+    misshapen  a sentence for each weight whose stored shape differs from the layout's
     """
 
     missing: list[str]
@@ -210,7 +210,7 @@ def account(checkpoint: Checkpoint, layout: Layout) -> None:
 
 
 def misfits(checkpoint: Checkpoint, layout: Layout) -> Misfits:
-    """List what does not fit between checkpoint and layout, by the headers alone."""
+    """List the mismatches between checkpoint and layout, by the headers alone."""
     used = layout.names()
     unused = (name for name in checkpoint.tensors if name not in used and layout.ignored(name) is None)
     weights = [stored for entry in layout.entries() for stored in entry.parts]
@@ -263,7 +263,7 @@ def to_backend(entry: "Matrix | Vector", parts: Sequence[Tensor], ops: Ops) -> A
 
 
 def own_part(checkpoint: Checkpoint, stored: Stored) -> list[Tensor]:
-    """The tensors of a weight as stored, or this rank's part of them; raises ValueError where they are too short."""
+    """Return the tensors of a weight as stored, or this rank's part; raises ValueError if they are too short."""
     tensors = [checkpoint.tensors[name] for name in stored.names]
     return [stored.shard.cut(tensor) for tensor in tensors] if stored.shard else tensors
 

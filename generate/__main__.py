@@ -28,7 +28,7 @@ from generate.interrupts import INTERRUPTED, raise_again
 
 
 def script() -> None:
-    """The console script. Exits the process."""
+    """Run the console script, and exit the process."""
     no_output = sys.stdout is None
     prepare_streams()
     if no_output:

@@ -39,7 +39,7 @@ class Placement:
     split    proportions of the model's bytes, one per device; empty: those of free memory
     draft    the GPU of a draft; None: the last of `devices`
     memory   limit in bytes: of this process on each GPU, on other backends of the model; None: free memory
-    tokens   of the context that must fit into `memory` beside the weights; None: up to CACHED
+    tokens   tokens of the context that must fit into `memory` together with the weights; None: up to CACHED
     tensor_parallel  number of ranks that divide every layer, on `devices` or on a group of machines; None: the model is
              divided by layers
     """
@@ -94,7 +94,7 @@ def placement_of(args: Any) -> Placement:
 
 
 def check_draft(device: int | None, draft: str | None) -> None:
-    """Refuse a GPU for a draft where no draft is given."""
+    """Refuse a GPU for a draft if no draft is given."""
     if device is not None and draft is None:
         raise UsageError(f"draft_device is {device}, and there is no draft; give one")
 
@@ -268,8 +268,8 @@ def open_model(
 ) -> Model:
     """Return the checkpoint on the chosen backend: by our definition, or on MLX by mlx-lm's where we have none.
 
-    experts  gives what `load_model` opens experts with that are read while the model runs; or what experts may take of
-             a GPU's memory
+    experts  returns the argument with which `load_model` opens experts that are read while the model runs; or the
+             limit of a GPU's memory for experts
     """
     hot = experts if isinstance(experts, HotExperts) else None
     ops = open_backend(backend, checkpoint, placement, hot=hot)

@@ -140,7 +140,7 @@ def _reported(
 def measure(
     runners: dict[str, Runner], context: int, new_tokens: int, runs: int, vocab: int
 ) -> dict[str, list[Timing]]:
-    """Timings of each runner, taken in turn so that a busy machine is busy for all; one warm-up run each."""
+    """Time the runners alternately, so that other load affects all of them, after one warm-up run each."""
     prompt = np.random.default_rng(0).integers(0, vocab, context).astype(np.int32)
     timings: dict[str, list[Timing]] = {name: [] for name in runners}
     with tqdm(total=(runs + 1) * len(runners), desc=f"context {context}", leave=False, disable=None) as bar:
@@ -175,7 +175,7 @@ def ours(model: Model, stop: threading.Event) -> Runner:
 
 
 def peer(path: Path, stop: threading.Event) -> Runner:
-    """mlx-lm's own model and loop over the same safetensors folder; `stop` as in `ours`."""
+    """Return a runner of mlx-lm's own model and loop over the same safetensors folder; `stop` as in `ours`."""
     if not path.is_dir():
         raise UsageError(f"mlx-lm reads safetensors folders, {path} is a file")
     tokens_of = backend_package("mlx").mlx_lm_tokens(path, PREFILL_ROWS)

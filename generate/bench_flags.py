@@ -65,7 +65,7 @@ def _check_companions(args: argparse.Namespace) -> None:
 
 
 def bench(p: Parser) -> None:
-    """Flags are None where they are not given; bench_options.py has the defaults of each job."""
+    """Add the flags of `bench`, whose default is None: bench_options.py has the defaults of each job."""
     p.add_argument("named", nargs="?", metavar="MODEL", help="the model to measure, in place of --model")
     flags.model(p, (*BACKENDS, "all"))
     p.set_defaults(model=None)

@@ -75,12 +75,12 @@ def environment(runner: str) -> dict[str, str]:
 
 
 def note(options: LocalBench) -> str:
-    """The GPUs and the formats of the KV cache that were chosen, and --note."""
+    """Return the GPUs and the formats of the KV cache that were chosen, and --note."""
     return "; ".join(filter(None, (str(placement_of(options)), named(options.cache), options.note)))
 
 
 def check_log(path: Path) -> None:
-    """Raises UsageError, before anything is measured, where `log` cannot append to `path`."""
+    """Raise UsageError, before anything is measured, if `log` cannot append to `path`."""
     try:
         if not path.exists():
             check_folder(path, path.absolute().parent)

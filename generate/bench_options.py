@@ -85,7 +85,7 @@ class SpecBench(DraftOptions):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The options of generation that draw tokens."""
+        """Return the options of generation that draw tokens."""
         return {"temperature": self.temperature, "top_p": self.top_p}
 
     def __post_init__(self) -> None:

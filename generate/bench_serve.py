@@ -196,7 +196,7 @@ async def _tokenize(options: ServeBench, text: str) -> list[int]:
 
 
 async def _entry(options: ServeBench, path: str, body: dict[str, Any], *keys: str) -> Any:
-    """Return the first of the entries `keys` that a route answers with; raises NoTokenizerError where none is there."""
+    """Return the first of the entries `keys` that a route answers with; raises NoTokenizerError if none is there."""
 
     async def ask() -> tuple[str, bytes]:
         async with _asking(options, path, body) as reader:
@@ -310,7 +310,7 @@ def _brings_text(choice: dict) -> bool:
 
 
 async def _events(reader: asyncio.StreamReader) -> AsyncIterator[dict]:
-    """The JSON of a streamed answer's events; raises BimetalError for another status than 200."""
+    """Yield the JSON of a streamed answer's events; raises BimetalError for a status other than 200."""
     status, chunked = await _head(reader)
     if not status.startswith("200"):
         body = b"".join([part async for part in _parts(reader, chunked)])
@@ -342,7 +342,7 @@ def _reason(body: bytes) -> str:
 
 
 async def _parts(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
-    """The bytes of a body as they come, with or without chunks around them."""
+    """Yield the bytes of a body as they arrive, with or without chunked encoding."""
     if not chunked:
         while part := await reader.read(1 << 16):
             yield part

@@ -52,12 +52,12 @@ class Result:
 
     @property
     def tps(self) -> float:
-        """Tokens per second of all replies; 0 where every reply took one step."""
+        """Return tokens per second of all replies; 0 if every reply took one step."""
         return self.tokens / max(self.seconds, 1e-9)
 
     @property
     def speed(self) -> tuple[str, str, str]:
-        """The median, the least and the most of the rates in words; "" where every reply took one step."""
+        """Return median, minimum and maximum of the rates in words; "" if every reply took one step."""
         if not self.rates:
             return "", "", ""
         return f"{statistics.median(self.rates):.1f}", f"{min(self.rates):.1f}", f"{max(self.rates):.1f}"
@@ -68,7 +68,7 @@ class Result:
 
     @property
     def length(self) -> float:
-        """Tokens per step; for a WeDLM model, tokens per forward that filled a position."""
+        """Return tokens per step; for a WeDLM model, tokens per forward that filled a position."""
         return self.wedlm.tokens_per_forward if self.wedlm.forwards else self.accepted.length if self.steps else 1.0
 
 

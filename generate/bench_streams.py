@@ -70,8 +70,8 @@ class Result:
     """Figures of streams while all of them decode.
 
     tps    tokens per second of all
-    host   seconds per step in which the host works, mostly while the device computes; None where waits are not counted
-    idle   seconds per step in which the device waits for the host; None where they are not counted
+    host   seconds per step in which the host works, mostly while the device computes; None if waits are not counted
+    idle   seconds per step in which the device waits for the host; None if they are not counted
     first  seconds to each first token
     gaps   seconds between tokens
     """
@@ -99,7 +99,7 @@ class HostTime:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds per step without waits for the device; None where they are not counted, or there was no step."""
+        """Return seconds per step without waits for the device; None if they are not counted, or there was no step."""
         if self.ops.waited is None or self.steps < 2:
             return None
         took, waited = (end - begin for begin, end in zip(self.started, self.ended, strict=True))
@@ -107,7 +107,7 @@ class HostTime:
 
     @property
     def idle(self) -> float | None:
-        """Seconds per step in which the device waits for the host; None where they are not counted."""
+        """Return seconds per step in which the device waits for the host; None if they are not counted."""
         return None if self._idle is None or self.steps < 2 else self._idle() / (self.steps - 1)
 
 
@@ -184,7 +184,7 @@ def _model(options: StreamsBench, capacity: int) -> Model:
 def measure(engine: Engine, count: int, context: int, new_tokens: int) -> Result:
     """Measure `count` calls at once, which go on until the last of them to begin has `new_tokens` tokens.
 
-    Raises BimetalError where one has ended before.
+    Raises BimetalError if one has ended before.
     """
     random = np.random.default_rng(0)
     streams: list[Stream] = []

@@ -25,7 +25,7 @@ PHASES = ("forward", "choice", "commit")
 
 
 def run(options: SyntheticWindowBench) -> int:
-    """Milliseconds of a step of ROWS rows with its choice, at each context."""
+    """Measure milliseconds of a step of ROWS rows with its choice, at each context."""
     steps, room = 3 + 2 * options.runs * REPEATS, REPEATS * COMMITTED + ROWS
     model = open_synthetic(options, max(options.contexts) + room)
     ops = model.ops

@@ -235,7 +235,7 @@ def _text(value: Any) -> str:
 
 
 def _path(file: str, command: str) -> Path:
-    """The path of a file name as typed: where the locale is not UTF-8, the system's own names are decoded otherwise."""
+    """Return the path of a typed file name: if the locale is not UTF-8, the system's names are decoded differently."""
     if not file or "\0" in file:
         raise UsageError(f"/{command} needs a file name{' without the character NUL' if file else ''}")
     return Path(os.path.expanduser(os.fsdecode(file.encode())))

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find(url: str, key: str) -> Served:
-    """Ask the server at `url` for its model; raises BimetalError where none answers."""
+    """Ask the server at `url` for its model; raises BimetalError if none answers."""
     request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key or NO_KEY}"})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
@@ -86,7 +86,7 @@ def find(url: str, key: str) -> Served:
 
 
 def codex(served: Served) -> tuple[Mapping[str, str], Sequence[str]]:
-    """Settings of Codex: a model provider of its own, which speaks the Responses API."""
+    """Return settings of Codex: a model provider of its own, which speaks the Responses API."""
     provider = {"name": "bimetal", "base_url": f"{served.url}/v1", "wire_api": "responses", "env_key": KEY}
     settings: dict[str, object] = {"model": served.model, "model_provider": "bimetal"}
     settings |= {"model_context_window": served.context} if served.context else {}
@@ -112,7 +112,7 @@ def claude(served: Served) -> tuple[Mapping[str, str], Sequence[str]]:
 
 
 def opencode(served: Served) -> tuple[Mapping[str, str], Sequence[str]]:
-    """Settings of OpenCode: a provider of Chat Completions, in the configuration that it reads from its environment."""
+    """Return settings of OpenCode: a provider of Chat Completions, in the configuration in its environment."""
     limit = {"limit": {"context": served.context, "output": served.context // 2}} if served.context else {}
     provider = {
         "npm": "@ai-sdk/openai-compatible",

@@ -232,7 +232,7 @@ class LLM:
 
     @takes_options(ChatOptions)
     def stream_chat(self, messages: Sequence[Message], options: ChatOptions) -> Stream:
-        """Generate the assistant's reply to `messages`, piece by piece; stop strings count in reasoning and calls too.
+        """Generate the assistant's reply to `messages`, piece by piece; stop strings apply to reasoning and calls too.
 
         messages  {"role": ..., "content": ...} each, as in OpenAI's API
         """
@@ -313,7 +313,7 @@ class LLM:
         return await asyncio.wrap_future(self._submit_steps(lambda model: logits_of(model, ids, self.context)))
 
     def score(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
-        """Score each token of `prompt` (text or token ids) but the first, with the `top` best alternatives."""
+        """Compute log-probabilities of each token of `prompt` (text or ids) but the first, with `top` alternatives."""
         return self._submit_steps(self._scoring(prompt, top)).result()
 
     async def ascore(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
@@ -404,7 +404,7 @@ class LLM:
     def warm_up(self) -> None:
         """Compile kernels and capture graphs for steps of each size while no call runs; returns when all are ready.
 
-        Without this, the first call with a step of a new size does that. Any thread but the owner's may call this.
+        Without a warm-up, the first call with a step of a new size does this work. Not for the owner thread.
         """
         for size in self._submit(lambda: warm_sizes(self._engine.model, self._engine.memory)).result():
             while not self._submit(partial(self._warm_up, size)).result():

@@ -105,7 +105,7 @@ class OwnerThread:
             )
 
     def submit(self, job: Job[T]) -> "Future[T]":
-        """Queue a job for which the caller may wait; raises BimetalError where it cannot."""
+        """Queue a job for which the caller may wait; raises BimetalError if it cannot."""
         self.check()
         return self.put(job)
 

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _part_of(checkpoint: Checkpoint, ranks: Ranks) -> Work | None:
-    """Return the work of each of `ranks`, which share every layer; None where they cannot share them equally."""
+    """Return the work of each of `ranks`, which share every layer; None if they cannot share them equally."""
     try:
         return work_of(checkpoint, ranks)
     except BimetalError:

@@ -65,7 +65,7 @@ class UndecodableError(BimetalError):
 def decoded(read: Callable[[], str], what: str) -> str:
     """Return the text of stdin that `read` returns, named `what` in errors.
 
-    Raises BimetalError where bytes of it, which come as half surrogate pairs, are not UTF-8, and UndecodableError where
+    Raises BimetalError if bytes of it, which come as half surrogate pairs, are not UTF-8, and UndecodableError where
     an encoding without place for such bytes, as UTF-16, refuses them.
     """
     try:

@@ -146,7 +146,7 @@ def speculation_figures(stats: Stats) -> str:
 
 
 def window_figures(wedlm: WedlmStats) -> str:
-    """Tokens and rows of a WeDLM model's forwards, and milliseconds per forward by phase."""
+    """Return tokens and rows of a WeDLM model's forwards, and milliseconds per forward by phase."""
     phases = ", ".join(f"{name} {1e3 * s / max(wedlm.forwards, 1):.2f}" for name, s in wedlm.seconds.items())
     return (
         f"wedlm: {wedlm.tokens_per_forward:.2f} tokens per forward, {wedlm.rows_per_token:.2f} rows per token, "

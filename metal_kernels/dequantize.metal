@@ -3,7 +3,7 @@
 // In        words [rows][blocks * W] uint32, halves [rows][blocks * H] uint16,
 //           codebook [4 magnitudes] uint32 (IQ2, IQ3)       Out       out [rows][blocks * BLOCK] T
 // Build     T float, half or bfloat; TYPE, BLOCK, W, H of include/{blocks,codebooks}.h
-// Work      a thread makes eight weights of one row
+// Work      a thread decodes eight weights of one row
 // Assumes   inputs row-contiguous
 // Numbers   the definition's float, rounded once to T
 // Bound     the file's bytes, and sizeof(T) per weight

@@ -3,7 +3,7 @@
 // In        logits [t][n] T; `excluded`, an id. GIVEN: results of an earlier pass for each row, [t][n]: logits, ids, and its
 //           totals and offs as sums and moments
 // Out       best [t][slices] float, best_ids [t][slices] int; of a slice with the best logit m: totals of e^(x - m),
-//           offs of (x - m) e^(x - m). LAST: offs are entropies in nats, and the id is -1 where a logit is NaN
+//           offs of (x - m) e^(x - m). LAST: offs are entropies in nats, and the id is -1 if a logit is NaN
 // Build     T float, half or bfloat; GIVEN, LAST 0 or 1
 // Work      a SIMD group holds a slice of 512 logits in registers and reduces it; a row of more than one slice
 //           needs another pass over the results of its slices

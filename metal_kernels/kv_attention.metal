@@ -2,7 +2,7 @@
 // Meaning   common/reference.py NumpyOps.attention over a compressed cache    Launcher  mlx_backend/kv_kernels.py attend
 // In        q [t][heads][D] float, scaled, and for codes equalised and rotated; bias [t][heads] float, added to the scores;
 //           keys, values [kv_heads][room] vectors; positions [t] int, of the step's rows; seen [t][t] uchar: which rows of
-//           the step a row sees; key_table, value_table [16] float; places [8] int: committed tokens; rows of the cache
+//           the step a row attends to; key_table, value_table [16] float; places [8] int: committed tokens; rows of the cache
 //           before the step's; early, late: row r holds token r if r < early, else token late + r - early; the numbers of
 //           first and of latest tokens that are read exactly
 // Out       sums [t][heads][strips][DV] float, of weights times values; most, weights [t][heads][strips] float: the largest

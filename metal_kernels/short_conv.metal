@@ -3,7 +3,7 @@
 // In        stream [TAPS - 1 + t][C] T, the committed rows first, taps [C][TAPS] float,
 //           parents [t] int, -1 for the committed past (TREE)      Out       out [t][C] T
 // Build     T float, half or bfloat; TAPS 2 or more; TREE 0 or 1
-// Work      a thread makes one channel of one row
+// Work      a thread computes one channel of one row
 // Assumes   inputs row-contiguous
 // Numbers   float, from the row itself back through its ancestors, rounded once to T
 // Bound     2 sizeof(T) bytes per output, since caches serve TAPS - 1 of its reads; no SIMD-group operation

@@ -1,11 +1,11 @@
 // top_k: the k best of each slice of a row, and the slice's log-sum-exp
 // Meaning   common/sampling.py top_k                        Launcher  mlx_backend/logits.py best_of_rows
 // In        logits [t][n] T, ids [t][n] int (GIVEN; without, a logit's id is its place)
-// Out       best [t][slices][K] float, best_ids [t][slices][K] int, best first, -inf and NONE where a slice has no more;
-//           log_sums [t][slices] float, NaN where a logit is NaN
+// Out       best [t][slices][K] float, best_ids [t][slices][K] int, best first, -inf and NONE if a slice has fewer;
+//           log_sums [t][slices] float, NaN if a logit is NaN
 // Build     T float, half or bfloat; K up to 128; GIVEN 0 or 1
 // Work      a SIMD group holds a slice of 512 logits in registers and takes its best K times; a row of more than one slice
-//           goes through a second pass, over the best of its slices
+//           needs a second pass, over the best of its slices
 // Assumes   threadgroups are 32 wide; inputs row-contiguous
 // Numbers   logits exact, of equal ones the smaller id first; float sums of 16 per lane, then simd_sum
 // Bound     sizeof(T) bytes per logit; per slice 80 K operations per lane, 2 K + 2 reductions (5 shuffles each)

@@ -1,4 +1,4 @@
-"""Attention over a KV cache: rows in the backend's own type, codes, or codes beside exact rows; and latent rows."""
+"""Attention over a KV cache of native rows, codes, or codes with exact copies of some rows; and over latent rows."""
 
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ from mlx_backend.rows import MlxRows
 
 
 class Masks:
-    """The masks of steps, each made once for all layers that need it."""
+    """Cache of attention masks: each mask of a step is built once for all layers."""
 
     def __init__(self) -> None:
         self._made: WeakKeyDictionary[Step, dict[tuple[Any, ...], mx.array]] = WeakKeyDictionary()
@@ -29,7 +29,7 @@ class Masks:
     ) -> mx.array | str | None:
         """Make the mask of the step's rows over `shown` committed rows and each other; None if they see all.
 
-        The committed rows are the first `sinks` (all, if fewer) and the last.
+        The committed rows are the first `sinks` (all, if fewer) and the last ones.
         """
         T, first = len(step), min(sinks, past)
         if window is None or int(step.positions.max()) < window:
@@ -57,7 +57,7 @@ def attention(
     window: int | None,
     causal: bool,
 ) -> mx.array:
-    """Write the step's keys and values, and attend, as `Ops.attention`.
+    """Write the step's keys and values, and compute attention as `Ops.attention` does.
 
     rows  q (T, H, D), k and v (T, K, D)
     """
@@ -71,7 +71,7 @@ def attention(
     if kv.spec.is_packed and kv.window is None and kernels:
         return _attend_codes(q, k, v, kv, step, scale)
     past, (keys, values) = kv.past, kv.write(k, v)
-    if window is not None and not kv.sinks:  # the first row that any row of the step may see
+    if window is not None and not kv.sinks:  # the first row that any row of the step attends to
         first = past + len(step) - keys.shape[2]
         hidden = max(0, min(past, int(step.positions.min()) - window + 1) - first)
         keys, values = keys[:, :, hidden:], values[:, :, hidden:]
@@ -82,7 +82,7 @@ def attention(
 def block_sparse_attention(
     rows: tuple[mx.array, mx.array, mx.array], kv: MlxRows | MlxPacked, scale: float
 ) -> mx.array | None:
-    """Attend as `Ops.block_sparse_attention`; None, with nothing written, for a cache of codes or of some rows."""
+    """Compute `Ops.block_sparse_attention`; for a cache of codes or of some rows write nothing and return None."""
     if isinstance(kv, MlxPacked) or kv.spec.is_packed or kv.window is not None:
         return None
     keys, values = kv.write(*by_heads(*rows[1:]))
@@ -95,7 +95,7 @@ def by_heads(*rows: mx.array) -> list[mx.array]:
 
 
 def _attend_codes(q: mx.array, k: mx.array, v: mx.array, kv: MlxRows, step: Step, scale: float) -> mx.array:
-    """Attend to a cache without exact rows, read as it is stored."""
+    """Compute attention over a cache of codes without exact rows, in its stored formats."""
     past, planes, query = kv.past, kv.spec.planes, q.astype(mx.float32) * scale
     kv.put(encoded(kv.coders, [k, v]))
     query = rotate(query) if planes[0].rotated else query
@@ -113,7 +113,7 @@ def _attend_exactly(
     window: int | None,
     causal: bool,
 ) -> mx.array:
-    """Attend to codes and, as more keys of the same product, to the rows that are read exactly."""
+    """Compute attention over codes and exact rows; exact rows are additional keys of the same product."""
     parts, seen = kv.hold(step, k, v, q), []
     for part in parts:
         exact = exact_rows(step, part.places, kv.spec.packing)
@@ -123,7 +123,7 @@ def _attend_exactly(
 
 
 def _attend(q: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
-    """Attend: q (T, H, D), keys (1, K, n, D), values (1, K, n, Dv) -> (T, H, Dv)."""
+    """Compute attention: q (T, H, D), keys (1, K, n, D), values (1, K, n, Dv) -> (T, H, Dv)."""
     out = mx.fast.scaled_dot_product_attention(q.swapaxes(0, 1)[None], keys, values, scale=scale, mask=mask)
     return out.squeeze(0).swapaxes(0, 1)  # out[0] would be a gather
 
@@ -136,9 +136,9 @@ def latent_attention(
     step: Step,
     scale: float,
 ) -> mx.array:
-    """Write latent rows and attend to them, as `Ops.latent_attention`.
+    """Write latent rows and compute attention over them, as `Ops.latent_attention` does.
 
-    query  against latents (T, H, R), and against roped keys (T, H, P)
+    query  parts for latents (T, H, R) and for roped keys (T, H, P)
     rows   latents (T, R) and roped keys (T, P) of the step
     """
     past, R = kv.past, rows[0].shape[1]
@@ -162,9 +162,9 @@ def expanded_attention(
     step: Step,
     scale: float,
 ) -> mx.array:
-    """Write latent rows and attend to the keys and values of all of them, as `Ops.expanded_attention`.
+    """Write latent rows and compute attention over the keys and values of all, as `Ops.expanded_attention` does.
 
-    query  (T, H, N), and roped (T, H, P)
+    query  parts without rope (T, H, N) and with rope (T, H, P)
     rows   latents (T, R) and roped keys (T, P) of the step
     """
     past, R = kv.past, rows[0].shape[1]
@@ -177,7 +177,7 @@ def expanded_attention(
 
 
 def _latent_rows(kv: MlxRows, latent: mx.array, k_rope: mx.array) -> mx.array:
-    """Append the step's rows to the past: (1, 1, n, R + P) of both"""
+    """Append the step's latent rows to the past; return both: (1, 1, n, R + P)."""
     if len(kv.buffers) == 1:
         return kv.write(mx.concatenate([latent, k_rope], axis=-1)[None, None])[0]
     return mx.concatenate(kv.write(latent[None, None], k_rope[None, None]), axis=-1)

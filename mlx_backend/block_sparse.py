@@ -1,4 +1,4 @@
-"""Attention that leaves out blocks of keys, as common.block_sparse defines it, by gathering the chosen blocks."""
+"""Attention that skips blocks of keys, as defined in common.block_sparse, by gathering the chosen blocks."""
 
 import mlx.core as mx
 
@@ -6,7 +6,7 @@ from common import block_sparse as definition
 
 
 def attend(q: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-    """Attend causally with the last T of n rows: q (T, H, D), keys (1, K, n, D), values (1, K, n, Dv) -> (T, H, Dv)."""
+    """Compute causal attention of the last T of n rows: q (T, H, D), keys (1, K, n, D), values (1, K, n, Dv)."""
     (T, H, D), (_, K, n, _) = q.shape, keys.shape
     keys, values, size = keys.squeeze(0), values.squeeze(0), definition.BLOCK
     whole = n // size
@@ -38,7 +38,7 @@ def _chosen(query: mx.array, means: mx.array, late: int) -> tuple[mx.array, mx.a
     """Choose blocks between the first ones and `late`, (K, m), largest shares first, and mark those that are seen.
 
     query  the scaled mean of a block's queries, (K, heads, D)
-    means  of the keys of each block before, (K, blocks, D)
+    means  means of the keys of each earlier block, (K, blocks, D)
     """
     sinks = definition.SINKS
     shares = mx.softmax(query @ means.swapaxes(1, 2), axis=-1).mean(axis=1)

@@ -1,4 +1,4 @@
-"""Architectures that only mlx-lm defines, run by mlx-lm's own model behind the interface of `common.models.Model`.
+"""Fallback to mlx-lm's own model for architectures that only mlx-lm defines, with the interface of common.models.Model.
 
 Plain decoding only: mlx-lm's caches advance while a step is computed, so that every step is a chain kept as a whole.
 """

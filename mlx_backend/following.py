@@ -1,7 +1,7 @@
 """Base of the ops of a group of processes: rank 0 orders each step, and the followers mirror its states.
 
-A follower has the states of its part of the model. `commit`, `snapshot` and `restore` of a state on rank 0 are sent to
-the followers as orders.
+A follower has the states of its part of the model. Each `commit`, `snapshot` and `restore` of a state on rank 0 is sent
+to the followers as an order.
 """
 
 import weakref
@@ -64,7 +64,7 @@ class Mirror:
 
 
 class Mark:
-    """A snapshot that followers keep under a number, as long as this object lives."""
+    """A snapshot that followers keep under a number as long as this object exists."""
 
     def __init__(self, id: int):
         self.id = id
@@ -93,7 +93,7 @@ class GroupOps(MlxOps):
     def gather_memory(self, memory: int, same: int) -> list[int]:
         """Return the bytes that each rank gives to the model, of which this one gives `memory`, in whole MiB.
 
-        same  a number that is equal on all ranks if their models are
+        same  a number that is equal on all ranks if their models are equal
 
         Raises BimetalError if the ranks' models differ.
         """
@@ -106,7 +106,7 @@ class GroupOps(MlxOps):
         return [int(m) * MIB for m in given[:, 0]]
 
     def own_spec(self, spec: Sequence[LayerSpec]) -> Sequence[LayerSpec]:
-        """List what this process stores of a sequence, by layer."""
+        """List the states that this process stores for a sequence, by layer."""
         return spec
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
@@ -134,7 +134,7 @@ class GroupOps(MlxOps):
         return out
 
     def follow(self, new_state: Callable[[int], State], models: Sequence[Any], join: Join) -> None:
-        """Follow rank 0's orders until it ends: methods of `models` that run steps, on states that `new_state` makes.
+        """Follow rank 0's orders until it ends: run methods of `models` on states that `new_state` makes.
 
         models  the model, and with a draft the target alone: of different classes
         join    makes a step of several sequences

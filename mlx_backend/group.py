@@ -28,7 +28,7 @@ from common.errors import BimetalError
 Order = dict[str, Any]
 GREETING = struct.Struct("!i16s")  # a follower's rank, and the secret of the group
 LENGTH = struct.Struct("!I")
-JOIN = 60  # seconds for all ranks to join; MLX's ring itself gives up connecting after half of it, listening never
+JOIN = 60  # seconds for all ranks to join; MLX's ring stops connecting after half of it, but never stops listening
 CONNECT = 20.0  # seconds for a follower to connect
 UNWIND = 2.0  # seconds for threads that wait for a lost peer to end by themselves
 # Probes of an idle connection: the first after 2 s, then one per second; lost after 5 without an answer.
@@ -38,7 +38,7 @@ PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCN
 class Group:
     """The group of processes that share a model, as this process sees it.
 
-    rank, size  its number, and how many there are
+    rank, size  its number, and the number of processes
     """
 
     def __init__(self) -> None:
@@ -60,14 +60,14 @@ class Group:
     # Arrays without rows (outputs of steps without logits) stay lazy: MLX's quantized product would divide by 0.
 
     def pass_on(self, x: mx.array) -> None:
-        """Compute x and send it to the next rank; after the last one comes rank 0."""
+        """Compute x and send it to the next rank; the last rank sends to rank 0."""
         if not x.size:
             return
         with self._telling_of_loss():
             mx.eval(mx.distributed.send(x, (self.rank + 1) % self.size, group=self._group))
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-        """Receive what the rank before this one passes on."""
+        """Receive an array from the previous rank."""
         if 0 in shape:
             return mx.zeros(shape, dtype)
         with self._telling_of_loss():
@@ -129,7 +129,7 @@ class Group:
             yield order
 
     def close(self) -> None:
-        """End the group, on rank 0: the others end too, after a loss by the end of their connections."""
+        """End the group, on rank 0: followers end too, or if one is lost, when their connections close."""
         if not self._is_over and not self._is_broken:
             self._is_over = True
             with suppress(BimetalError):

@@ -10,7 +10,7 @@ ROWS_PER_GROUP = 4
 
 
 def wht(x: mx.array, before: mx.array, after: mx.array) -> mx.array:
-    """`common.hadamard.wht` in x's type: x (..., n) of n 32, 64, 128 or 256, signs (n,) float32."""
+    """Compute `common.hadamard.wht` in x's dtype: x (..., n) with n 32, 64, 128 or 256, signs (n,) float32."""
     n = x.shape[-1]
     if n not in WIDTHS:
         raise BimetalError(f"wht takes rows of {', '.join(map(str, WIDTHS))} values, not {n}")

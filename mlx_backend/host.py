@@ -20,7 +20,7 @@ ONE_THREAD = 2**18  # multiplications below which OpenBLAS does
 
 
 def serves(x: mx.array) -> bool:
-    """Test whether `matmul` is the faster product for x (T, columns)."""
+    """Test whether `matmul` is faster than MLX's product for x (T, columns)."""
     return len(x) >= ROWS and x.dtype == mx.float32 and mx.default_device().type == mx.DeviceType.cpu
 
 

@@ -29,8 +29,8 @@ def make_kernel(
     """Return the kernel of metal_kernels/<name>.metal, as `mx.fast.metal_kernel` returns it.
 
     inputs, outputs  names of its buffers, in the order of a call's arrays
-    contiguous       non-row-contiguous inputs are copied; without it the kernel reads <input>_strides
-    atomic           every output is atomic
+    contiguous       whether inputs that are not row-contiguous are copied; if not, the kernel reads <input>_strides
+    atomic           whether every output is atomic
     """
     header, body = source(name)
     kernel = mx.fast.metal_kernel(

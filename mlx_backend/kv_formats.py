@@ -1,7 +1,7 @@
 """common/kv_formats.py on MLX arrays: the composed form, for any device.
 
-Arithmetic is float32 in the definition's order; the Walsh-Hadamard transform alone may add in another, so that a number
-within 1e-6 of a boundary may take the next code.
+Arithmetic is float32 in the definition's order; only the Walsh-Hadamard transform may add in another order, so that a
+number within 1e-6 of a boundary may get the neighbouring code.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,17 +66,17 @@ def _transformed(x: mx.array, before: str, after: str) -> mx.array:
 
 
 def rotate(x: mx.array) -> mx.array:
-    """`common.hadamard.rotate` of float32 x (..., dim)."""
+    """Compute `common.hadamard.rotate` of float32 x (..., dim)."""
     return _transformed(x, "S1", "S2")
 
 
 def encode(x: mx.array, name: str) -> mx.array:
-    """float32 (..., dim) -> uint8 (..., bytes of a vector)"""
+    """Encode float32 (..., dim) to uint8 (..., bytes of a vector)."""
     return _ENCODE[name](x).reshape(*x.shape[:-1], FORMATS[name].row_bytes(x.shape[-1]))
 
 
 def decode(rows: mx.array, name: str, dim: int) -> mx.array:
-    """uint8 (..., bytes of a vector) -> float32 (..., dim)"""
+    """Decode uint8 (..., bytes of a vector) to float32 (..., dim)."""
     if not rows.size:
         return mx.zeros((*rows.shape[:-1], dim))
     return _DECODE[name](_split(rows, FORMATS[name].block(dim)[1])).reshape(*rows.shape[:-1], dim)

@@ -27,8 +27,8 @@ class CachePart(NamedTuple):
     q       (T, H, D) float32: the step's queries, scaled, in the domain of the keys
     bias    (T, H) float32, added to the scores
     stored  keys and values (1, K, room, width), the step's rows after `before` committed ones
-    planes  how they are stored
-    early   committed rows that hold tokens 0, 1, ...; those after them hold the last tokens of the past
+    planes  specs of the stored keys and values
+    early   number of committed rows that hold tokens 0, 1, ...; later rows hold the last tokens of the past
     part    EVERY, CODES or EXACT
     """
 

@@ -9,7 +9,7 @@ from common.sampling import NOT_A_TOKEN, Sampler, Samplers
 from mlx_backend import kernels
 
 SLICE = 512  # logits that one SIMD group holds, in top_k.metal
-MOST = 128  # best of a slice: a row shrinks to a quarter with every pass
+MOST = 128  # maximum number of best logits of a slice: each pass reduces a row to a quarter
 
 
 def best_of_rows(logits: mx.array, k: int) -> tuple[mx.array, mx.array, mx.array]:

@@ -1,4 +1,4 @@
-"""A compressed cache on MLX: rows in their formats beside exact copies of the first and the latest ones."""
+"""A compressed cache on MLX: rows in their formats, and exact copies of the first and the latest rows."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ class Held(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """Mean and scale of each channel of the keys, float32 (1, K, 1, D), or (1, K, T, D) where rows differ.
+    """Mean and scale of each channel of the keys, float32 (1, K, 1, D), or (1, K, T, D) if rows differ.
 
     `common.reference_packed.Calibration` defines it.
     """

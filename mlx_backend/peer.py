@@ -1,4 +1,4 @@
-"""mlx-lm's model and decoding loop over a safetensors folder, for `bench` to time beside ours."""
+"""mlx-lm's model and decoding loop over a safetensors folder, which `bench` times for comparison."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from common.errors import BimetalError
 
 
 def mlx_lm_tokens(folder: Path, prefill_rows: int) -> Callable[[np.ndarray, int], Iterator[Any]]:
-    """(prompt ids, count) -> an iterator of mlx-lm's greedy tokens, whose first next() reads the prompt."""
+    """Return a function of (prompt ids, count) to an iterator of greedy tokens, whose first next() reads the prompt."""
     try:
         from mlx_lm.generate import generate_step
         from mlx_lm.utils import load_model

@@ -27,8 +27,8 @@ class PipelineOps(GroupOps):
     """The op contract on this process's layers.
 
     hidden  numbers of a row between two layers
-    own     the first layer of this rank, and the one after its last
-    layers  of the whole model
+    own     the first layer of this rank, and the layer after its last
+    layers  number of layers of the whole model
     """
 
     def __init__(self, dtype: mx.Dtype, group: Group):

@@ -36,9 +36,9 @@ def by_head(x: mx.array, w: Weight, transpose: bool = True) -> mx.array:
 def moe(
     x: mx.array, gate_up: Weight, down: Weight, ids: mx.array, weights: mx.array, slots: mx.array | None = None
 ) -> mx.array:
-    """Add up the outputs of each row's experts, as `Ops.moe`.
+    """Compute the weighted sum of each row's experts, as `Ops.moe` does.
 
-    slots  (E,): the matrix that holds each expert; None: matrices are in the order of the experts
+    slots  (E,): number of the matrix of each expert; None: matrices are in the order of the experts
     """
     T, k = ids.shape
     rows = mx.arange(T * k) // k

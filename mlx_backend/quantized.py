@@ -1,8 +1,8 @@
-"""GGUF blocks as the file stores them, multiplied by our own Metal kernels.
+"""Products with GGUF blocks as the file stores them, by our own Metal kernels.
 
-MLX's affine groups take 8 bits and two scales for types whose files take 2.6 to 6.6 bits, and would round the scales of
-Q5_0 and Q5_1 where a model is bfloat16. On Metal such blocks stay as stored; elsewhere `mlx_backend/weights.py` turns
-them into affine groups.
+MLX's affine groups would take 8 bits and two scales for types whose files take 2.6 to 6.6 bits, and would round the
+scales of Q5_0 and Q5_1 if a model is bfloat16. On Metal such blocks stay as stored; on other devices
+`mlx_backend/weights.py` converts them to affine groups.
 """
 
 from collections.abc import Sequence
@@ -111,8 +111,8 @@ def matmul(x: mx.array, w: Blocks) -> mx.array:
 def gather_matmul(x: mx.array, w: Blocks, experts: mx.array, ordered: bool, slots: mx.array | None = None) -> mx.array:
     """Multiply row i of x (n, columns) by matrix experts[i] of w (E, rows, columns) transposed: (n, rows).
 
-    ordered  True where rows of one expert are adjacent, and can share its decoded weights
-    slots    int32 by expert: the matrix of w that is the expert's; None: matrices are numbered as experts are
+    ordered  True if rows of one expert are adjacent, and can share its decoded weights
+    slots    int32 by expert: the number of its matrix in w; None: matrices are in the order of the experts
     """
     return _qmv(x, w, experts, len(x) if ordered else 1, slots)
 

@@ -1,7 +1,7 @@
 """Gated delta rule and short convolution on MLX: our Metal kernels, and MLX's own ops without Metal.
 
-MLX's fused gated_delta_update serves six pairs of head counts, with heads of 128, and rounds a chain of more than eight
-rows differently; `gated_delta.metal` serves chains, prompts, trees and replays with the same bits.
+MLX's fused gated_delta_update supports six pairs of head counts, with heads of 128, and rounds a chain of more than
+eight rows differently; `gated_delta.metal` computes chains, prompts, trees and replays with the same bits.
 """
 
 from functools import lru_cache
@@ -35,7 +35,7 @@ def gated_delta(q: mx.array, rows: Rows, matrix: mx.array, step: Step) -> tuple[
 
 
 def replay(rows: Rows, matrix: mx.array, path: np.ndarray) -> mx.array:
-    """Apply the rows of `path` one after another: the matrix after the last."""
+    """Apply the rows of `path` one after another; return the matrix after the last one."""
     if kernels.on_metal():
         walk = path.astype(np.int32)
         walk[0] = ~walk[0]
@@ -90,8 +90,8 @@ def _chain(q: mx.array, rows: Rows, matrix: mx.array) -> tuple[mx.array, mx.arra
 def _tree(q: mx.array, rows: Rows, S: mx.array, visible: np.ndarray) -> mx.array:
     """Apply the delta rule along each row's ancestors, all rows at once: (T, Hv, Dv) float32.
 
-    What row t adds to the matrix is k_t d_t', where (I + A) d = r: A couples a row to its strict ancestors, so that as
-    many substitutions as the tree is deep solve it exactly.
+    Row t adds k_t d_t' to the matrix, with (I + A) d = r. A couples a row to its strict ancestors, so that substitution
+    solves the system exactly in as many rounds as the depth of the tree.
     """
     k, v, g, beta = rows
     q, k, v = (x.swapaxes(0, 1).astype(mx.float32) for x in (q, k, v))  # (H, T, D)
@@ -141,7 +141,7 @@ def block_conv(x: mx.array, own: mx.array, base: mx.array) -> mx.array:
 
 
 def _windows(parents: np.ndarray, n: int) -> np.ndarray:
-    """Indices (T, n + 1) of each row's convolution window in the stream of n committed rows and the step's."""
+    """Compute indices (T, n + 1) of each row's convolution window in the stream of n committed rows and the step's."""
     at = n + np.arange(len(parents))
     windows = [at]
     for _ in range(n):

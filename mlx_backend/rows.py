@@ -19,8 +19,8 @@ class MlxRows:
     """Rows that attention reads: keys and values, or latent rows, in one buffer (1, K, room, D) each.
 
     In a plane with a format, D counts the bytes of a vector.
-    A buffer holds the committed rows at start..end, then the step's rows, then room for more. With a window, start
-    follows the end, and rows before it are dropped when the buffer grows; the first `sinks` rows lie apart.
+    A buffer holds the committed rows at start..end, then the step's rows, then free space. With a window, start moves
+    with the end, and rows before start are dropped when the buffer grows; the first `sinks` rows are kept separately.
     """
 
     def __init__(self, spec: RowSpec, dtype: mx.Dtype):
@@ -30,7 +30,7 @@ class MlxRows:
         self.window, self.sinks = spec.window, spec.sinks
         self.first = [buffer for buffer in self.buffers if self.sinks]
         self.start = self.end = 0
-        self.past = 0  # committed rows, dropped ones included
+        self.past = 0  # committed rows, including dropped ones
 
     @property
     def keys(self) -> mx.array:

@@ -1,4 +1,4 @@
-"""Predict the parts of MLX's workspace: what it allocates beside weights and state during prefill.
+"""Predict the parts of MLX's workspace: its allocations besides weights and state during prefill.
 
 On the CPU every product of a prompt is computed at once (`MlxOps.linear`), and all arrays between two products exist
 at once, because MLX allocates ahead of the thread that computes and frees. The terms for the CPU are measured on
@@ -35,7 +35,7 @@ Work = tuple[int, int, int]
 
 
 def _outgrown(s: RowSpec, read: Read) -> int:
-    """Rows of the buffer that the last step replaces by a larger one, or 0; a layer's old buffer lives until then."""
+    """Count rows of the buffer that the last step replaces by a larger one, or 0; the old one exists until then."""
     tokens, rows = read.tokens, read.rows
     before = rows_held(tokens - ((tokens - 1) % rows + 1), rows, s.window, s.sinks)
     return before if before != rows_held(tokens, rows, s.window, s.sinks) else 0

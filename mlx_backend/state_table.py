@@ -17,12 +17,12 @@ from mlx_backend.states import MlxConv, MlxDelta, MlxState
 
 
 class Kept(NamedTuple):
-    """Functions of a spec of one class, by which MLX keeps and predicts its state.
+    """Functions of a spec of one class that make its state on MLX and predict its memory.
 
-    make   the empty state, of a spec in a float type
-    held   its bytes once a prompt has been read
-    eager  its part of a layer's workspace on the CPU
-    lazy   its part on a Mac's GPU
+    make   makes the empty state of a spec in a float type
+    held   predicts its bytes once a prompt has been read
+    eager  predicts its part of a layer's workspace on the CPU
+    lazy   predicts its part on a Mac's GPU
     """
 
     make: Callable[[Any, mx.Dtype], LayerState]

@@ -1,4 +1,4 @@
-"""Run one decoder over one state: each request is answered as it comes."""
+"""Run one decoder over one state, and answer its requests one after another."""
 
 from collections.abc import Generator
 from typing import Any
@@ -61,7 +61,7 @@ def answered(model: Model, state: State, request: Any) -> Any:
 
 
 def computed(ops: Ops, logits: Array, rows: Rows) -> Computed:
-    """Choose from the logits (T, vocab) of a step what `rows` asks for."""
+    """Choose the tokens that `rows` requests from the logits (T, vocab) of a step."""
     sampled: Array = None
     masked: tuple[Array, ...] = ()
     if rows.sampler is not None:
@@ -72,6 +72,6 @@ def computed(ops: Ops, logits: Array, rows: Rows) -> Computed:
 
 
 def drafted(model: Model, state: State, request: Draft) -> tuple[np.ndarray, ...]:
-    """Answer a Draft: the likeliest tokens of each position after its token, and log-probabilities, (n, k) each."""
+    """Answer a Draft: the most probable tokens of each position, and their log-probabilities, (n, k) each."""
     assert isinstance(model, Pair)
     return model.drafted(state, request.token, request.k, request.depth, request.coupling)

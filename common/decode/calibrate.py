@@ -1,8 +1,8 @@
-"""Measure windows of a WeDLM model on a text: how often they agree with plain decoding, at how many tokens per forward.
+"""Measure windows of a WeDLM model on a text: agreement with plain decoding, and tokens per forward.
 
-Agreement is the share of a reply's tokens that are the likeliest next token after prompt and reply up to there, by the
-same weights. Plain greedy decoding has all, at one token per forward. It needs no right answers, and one token that
-differs counts once, whatever follows it.
+Agreement is the share of a reply's tokens that are the most probable next token after the prompt and the previous
+tokens of the reply, by the same weights. Plain greedy decoding has an agreement of 1, at one token per forward. The
+measure needs no reference answers, and a token that differs counts once, whatever follows it.
 """
 
 import math
@@ -23,7 +23,7 @@ from common.ops import Array
 from common.sampling import Sampler, Sampling
 from common.step import State, Step
 
-SURE = 0.1  # nats from which a fill is confirmed
+SURE = 0.1  # minimum entropy in nats of a fill that is confirmed
 WINDOWS, TAUS, PENALTIES = (8, 16), (0.1, 0.2, 0.4, 0.6, 0.9), (0.02, 0.05, 0.1)
 
 
@@ -31,8 +31,8 @@ WINDOWS, TAUS, PENALTIES = (8, 16), (0.1, 0.2, 0.4, 0.6, 0.9), (0.02, 0.05, 0.1)
 class Point:
     """Measurements of the replies with one window.
 
-    same   how many of a reply's tokens agree with plain decoding, by reply
-    sizes  tokens, by reply
+    same   number of tokens that agree with plain decoding, per reply
+    sizes  number of tokens, per reply
     nats   sum of -log p of all tokens, each as the next token after the tokens before it
     stats  summed over the replies
     """
@@ -49,7 +49,7 @@ class Point:
 
     @property
     def error(self) -> float:
-        """Standard error of the agreement; replies are independent, tokens of one are not."""
+        """Compute the standard error of the agreement; replies are independent, tokens of a reply are not."""
         rest = np.array(self.same) - self.agreement * np.array(self.sizes)
         count = len(rest)
         return math.sqrt((rest**2).sum() * count / max(count - 1, 1)) / max(sum(self.sizes), 1)
@@ -104,7 +104,7 @@ def measure(
     """Measure each of `settings` on replies to all prompts, of at most `new_tokens` tokens.
 
     ends      tokens that end a reply
-    progress  called after each reply
+    progress  function that is called after each reply
     """
     points = [Point(options) for options in settings]
     for prompt in prompts:
@@ -124,9 +124,9 @@ def measure(
 
 
 def best(points: Sequence[Point], loss: float) -> Point | None:
-    """Choose the point of most tokens per forward among points whose agreement is at least 1 - `loss`.
+    """Choose the point with most tokens per forward among points whose agreement is at least 1 - `loss`.
 
-    None if there is no such point. A point whose forwards filled no mask, since every reply ended before, has no rate.
+    None if there is no such point. A point whose forwards filled no mask, because every reply ended, has no rate.
     """
     good = [point for point in points if point.has_filled and point.agreement >= 1 - loss]
     return max(good, key=lambda p: (p.tokens_per_forward, -p.stats.rows_per_token), default=None)
@@ -138,7 +138,7 @@ def _chunks(model: Model, tokens: Sequence[int]) -> Iterator[np.ndarray]:
 
 
 def _read(model: Model, state: State, prompt: Sequence[int]) -> Array:
-    """Read the prompt; its last row's logits (1, vocab)."""
+    """Read the prompt; return its last row's logits (1, vocab)."""
     logits: Array = None
     for chunk in _chunks(model, prompt):
         n, ends = len(chunk), state.length + len(chunk) == len(prompt)
@@ -163,7 +163,7 @@ def _reply(
 
 
 def _agreement(model: Model, state: State, logits: Array, reply: Sequence[int]) -> tuple[int, float]:
-    """Count the reply's tokens that are the likeliest after the tokens before them; also the sum of their -log p."""
+    """Count the reply's tokens that are the most probable after the previous ones; also sum their -log p."""
     rows = [model.ops.read(logits)]
     for chunk in _chunks(model, reply[:-1]):
         rows.append(model.ops.read(model.forward(state, Step.chain(chunk, state.length))))

@@ -1,4 +1,4 @@
-"""The token tree that one step verifies, and DDTree's way to grow it (Ringel and Romano, arXiv 2604.12989)."""
+"""The token tree that one step verifies, and DDTree's algorithm to build it (Ringel and Romano, arXiv 2604.12989)."""
 
 import heapq
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Tree:
 
 
 def best_chain(ids: np.ndarray, after: np.ndarray | None = None) -> list[int]:
-    """Return the likeliest first token, the likeliest token after it, and so on; `ids` and `after` as for `grow`."""
+    """Return the most probable first token, the most probable token after it, and so on; arguments as for `grow`."""
     if after is None:
         return ids[:, 0].tolist()
     chain, row = list[int](), 0
@@ -52,14 +52,14 @@ def best_chain(ids: np.ndarray, after: np.ndarray | None = None) -> list[int]:
 
 
 def grow(tree: Tree, ids: np.ndarray, logp: np.ndarray, budget: int, after: np.ndarray | None = None) -> None:
-    """Add the likeliest prefixes, best first, until the tree has `budget` nodes after its root.
+    """Add the most probable prefixes, best first, until the tree has `budget` nodes in addition to its root.
 
-    ids, logp  (depth, k): the likeliest tokens of each position and their log-probabilities, best first, of positions
-               that are independent, as a draft of a whole block gives them. Or (depth, rows, k), where `after` (depth,
+    ids, logp  (depth, k): the most probable tokens of each position and their log-probabilities, best first, if
+               positions are independent, as in a draft of a whole block. Else (depth, rows, k), and `after` (depth,
                rows, k) has the row of the next position that follows each token, -1 for none: such a token is a leaf.
 
-    The sum of the probabilities of the nodes, which is the expected number of accepted tokens, is the largest that
-    `budget` nodes reach.
+    The sum of the probabilities of the nodes is the expected number of accepted tokens; it is the maximum for `budget`
+    nodes.
     """
     if after is None:
         ids, logp = ids[:, None], logp[:, None]

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-LONGEST = 4  # tokens of the sequences that are looked for, at most
+LONGEST = 4  # maximum tokens of the sequences that are searched for
 
 
 class Lookup:
-    """Growing tokens, and where the newest of them occurred before. Nothing is computed before a lookup."""
+    """A growing text of tokens with a search for earlier occurrences of its end; `extend` computes nothing."""
 
     def __init__(self, tokens: Iterable[int] = ()):
         self.tokens = array("i", tokens)

@@ -39,14 +39,14 @@ def plain(
     """Emit a token per step until the state is full or the driver stops.
 
     If the backend runs ahead, and `run` may, the next step is requested before the host has read its token: the device
-    computes the step while the host reads and prints the token. Where `ask` need not be called, one request does that
-    for several tokens.
+    computes the step while the host reads and prints the token. If `ask` need not be called, one request covers several
+    tokens.
 
-    logits  of the last prompt row. The state then holds all tokens but the newest, so a driver may stop after any
-            token and go on later from it.
-    ask     called before a token is read; returns how many tokens follow that one until the next call, or -1 to end the
-            generator after that one. First called for the first token
-    note    called when a token for which `ask` was called has been read
+    logits  logits of the last prompt row. The state holds all tokens but the newest, so that a driver may stop after
+            any token and continue later
+    ask     function that is called before a token is read; returns the number of tokens after it until the next call,
+            or -1 to end the generator after it. First called for the first token
+    note    function that is called when a token for which `ask` was called has been read
     read    list to which tokens are appended as they are read
     token   handle of the token that was chosen from `logits`; None: it is chosen first
     """

@@ -1,4 +1,4 @@
-"""The decoders' functions, by the `family` of a row of common.decoders.DECODERS, which names their module."""
+"""Functions of decoders by the `family` of a row of common.decoders.DECODERS, which is the name of their module."""
 
 from collections.abc import Callable, Generator
 from functools import cache
@@ -16,7 +16,7 @@ Check = Callable[[Speculation, Model, Sampler], None]  # raises UsageError
 
 
 class Family(NamedTuple):
-    """Functions of a module of common/decode: the generator, and the check of what it cannot run, if there is any."""
+    """Functions of a module of common/decode: the generator, and optionally a check of models and options."""
 
     decode: Decode
     check: Check | None
@@ -30,7 +30,7 @@ def family(name: str) -> Family:
 
 
 def check(options: Speculation, model: Model, sampler: Sampler) -> None:
-    """Refuse a decoder that `model` cannot run, or not with that sampling. Raises UsageError."""
+    """Refuse a decoder that `model` cannot run with these options and this sampler. Raises UsageError."""
     if refuse := family(options.decoder.family).check:
         refuse(options, model, sampler)
 

@@ -1,15 +1,15 @@
 """Requests of a decoder, and their answers. A decoder is a generator of requests: it never calls the model itself.
 
     done = yield Rows(step, sampler)          compute rows after the state; the answer is a Computed
-    handle = yield Choose(logits, sampler)    choose a token of each row of logits that exist already
+    handle = yield Choose(logits, sampler)    choose a token of each row of computed logits
     answer = yield Draft(token, k, depth)     ask the draft model for the tokens after `token`
-    (values,) = yield Read((handle,))         bring what was chosen, or logits, to the host
-    yield Emit(token, row)                    hand over a token of the reply
+    (values,) = yield Read((handle,))         copy chosen tokens, or logits, to the host
+    yield Emit(token, row)                    output a token of the reply
     yield stretch                             decode a token per step: Stretch
 
-The decoder commits to its state itself. Whoever drives a decoder may close it at an Emit or a Stretch, after which the
-state holds all tokens emitted so far but the newest (or fewer, in WeDLM's windows), and at a Rows or a Draft, which
-then is never run.
+The decoder itself commits to its state. The driver of a decoder may close it at an Emit or a Stretch; the state then
+holds all emitted tokens but the newest (or fewer, in WeDLM's windows). It may also close it at a Rows or a Draft, which
+is then not run.
 """
 
 from typing import Any, NamedTuple
@@ -27,10 +27,10 @@ THE_ROW = (0,)  # the path of a step of one row
 class Rows(NamedTuple):
     """Compute a step of one sequence.
 
-    step         its tokens may be the handle that a Computed or a Choose gave
-    sampler      chooses a token of each of the rows `sampled`; None: nothing is chosen
-    mask         the mask token's id: the likeliest other token of each of the rows `masked`, and their entropies
-    target_only  leaves nothing for the draft of a pair
+    step         the step; its tokens may be a handle from a Computed or a Choose
+    sampler      chooses a token of each of the rows `sampled`; None: no token is chosen
+    mask         the mask token's id, which is excluded from the best token and the entropy of each of the rows `masked`
+    target_only  whether to omit the draft's rows of a pair
     """
 
     step: Step
@@ -62,12 +62,13 @@ class Choose(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Ask for the `k` likeliest tokens of each position after `token`, which follows the state.
+    """Request the `k` most probable tokens of each position after `token`, which follows the state.
 
     coupling  random numbers with which the target will draw; the answer has the `k` tokens that it most probably draws
 
-    The answer is (ids, log-probabilities), each (n, k), on the host; n is what the draft gives, at most `depth` where
-    each position costs time of its own. Where a position depends on the token before, it is that of Pair.drafted.
+    The answer is (ids, log-probabilities), each (n, k), on the host; n is the draft's number of positions, at most
+    `depth` if each position costs time of its own. If a position depends on the previous token, it is that of
+    Pair.drafted.
     """
 
     token: int
@@ -77,28 +78,28 @@ class Draft(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Bring handles or logits to the host; the answer is a tuple of arrays, one for each of `of`."""
+    """Copy handles or logits to the host; the answer is a tuple of arrays, one for each of `of`."""
 
     of: tuple[Any, ...]
 
 
 class Emit(NamedTuple):
-    """Hand over the next token of the reply, and the logits row (1, vocab) that it was chosen from."""
+    """Output the next token of the reply, and the logits row (1, vocab) that it was chosen from."""
 
     token: int
     row: Array
 
 
 class Stretch:
-    """Decode a token per step, in steps that are launched before the host reads the token before.
+    """Decode a token per step, in steps that are launched before the host reads the previous token.
 
-    The driver runs `rows`, hands over the token that they follow, and calls `goes_on`, again and again: one request for
-    many steps, because a step may be as short as the host's work for it. The decoder goes on after the last one.
+    For each token the driver runs `rows`, outputs the token before these rows, and calls `goes_on`. One request covers
+    many steps, because a step may be as short as the host's work for a request. The decoder continues after the last.
 
     token  handle of the newest token
     row    the logits row (1, vocab) that it was chosen from
-    left   tokens to be handed over
-    read   list to which their ids are appended
+    left   number of tokens that are still to be output
+    read   list to which token ids are appended as they are read
     """
 
     __slots__ = ("left", "read", "row", "run", "token")
@@ -111,12 +112,12 @@ class Stretch:
         return Rows(Step.chain(self.token, self.run.state.length), self.run.sampler, target_only=True)
 
     def note(self, token: int) -> None:
-        """Note the id of the newest token, which has been read."""
+        """Record the id of the newest token, which has been read."""
         if self.read is not None:
             self.read.append(token)
 
     def goes_on(self, done: Computed) -> bool:
-        """Commit the newest token's row, which gave another token; return whether the stretch goes on with that one."""
+        """Commit the newest token's row, and take the token that it predicts; return whether the stretch continues."""
         run = self.run
         run.state.commit(THE_ROW)
         self.token, self.row, self.left = done.sampled, done.logits, self.left - 1

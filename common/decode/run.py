@@ -22,7 +22,7 @@ class DecodeStats:
     lengths  histogram of the tokens per step: accepted draft tokens and the target's own
     rows     of all steps
     budgets  how often each budget ran; 0 is a plain step
-    seconds  by phase; "plain" is the whole of the steps without draft tokens
+    seconds  by phase; "plain" is the total time of steps without draft tokens
     """
 
     lengths: Counter[int] = field(default_factory=Counter)
@@ -44,12 +44,12 @@ class DecodeStats:
 
     @property
     def length(self) -> float:
-        """The acceptance length: mean tokens per step."""
+        """Compute the acceptance length: mean tokens per step."""
         return sum(length * count for length, count in self.lengths.items()) / max(self.steps, 1)
 
     @property
     def by_position(self) -> list[float]:
-        """Share of the steps that accepted a draft token at each position after the root."""
+        """Compute the share of steps that accepted a draft token, for each position after the root."""
         deepest = max(self.lengths, default=1)
         reached = [sum(count for length, count in self.lengths.items() if length > at) for at in range(1, deepest)]
         return [count / self.steps for count in reached]
@@ -74,7 +74,7 @@ class WedlmStats:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens of the reply per forward that filled at least one position."""
+        """Compute tokens of the reply per forward that filled at least one position."""
         return self.tokens / max(self.fills, 1)
 
     @property
@@ -83,12 +83,12 @@ class WedlmStats:
 
     @property
     def cache_share(self) -> float:
-        """Tokens of the reply over rows computed (p_cache in the paper); 1 for plain decoding."""
+        """Compute tokens of the reply divided by computed rows (p_cache in the paper); 1 for plain decoding."""
         return self.tokens / max(self.rows, 1)
 
     @property
     def figures(self) -> dict[str, float]:
-        """The counts, what they give, and milliseconds per forward by phase, under the names that JSON has."""
+        """Return the counts, ratios of them, and milliseconds per forward by phase, by their names in JSON."""
         times = {f"{phase}_ms": round(1e3 * s / max(self.forwards, 1), 4) for phase, s in self.seconds.items()}
         return {
             "forwards": self.forwards,
@@ -107,7 +107,7 @@ class WedlmStats:
         self.seconds["forward"] += seconds
 
     def add(self, other: "WedlmStats") -> None:
-        """Count another reply too."""
+        """Add the counts and times of another reply."""
         for name in ("forwards", "fills", "rows", "tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for phase, seconds in other.seconds.items():

@@ -24,8 +24,8 @@ from common.models.pair import Pair
 from common.sampling import Ahead, Sampler
 from common.step import State, Step
 
-FULL_STRETCH = 128  # plain steps before a budget is chosen again, where other replies leave no row for a draft token
-LONG = 3  # tokens of a match from which a lookup is trusted more than a draft
+FULL_STRETCH = 128  # plain steps until the next choice of a budget, if other replies leave no row for a draft token
+LONG = 3  # minimum tokens of a match for which a lookup is preferred to a draft
 LOOKUPS = (0, 3, 7, 11, 15)
 LOOKUP_DEPTH = LOOKUPS[-1]
 TREE_SIZES = (0, 7, 15, 23, 31, 47, 63, 95, 127)  # with the root, rows for which CUDA kernels are built
@@ -58,7 +58,7 @@ class Drafter:
             self.lookup.extend(tokens)
 
     def tree(self, state: State, token: int, budget: int) -> Generator[Request, Any, Tree]:
-        """Draft continuations of `token`, the newest one; the tree has at most `budget` nodes beside its root."""
+        """Draft continuations of `token`, the newest one; the tree has at most `budget` nodes besides its root."""
         kind, tree = self.options.kind, Tree(token)
         room = state.capacity - state.length - 1  # a path may fill the state with its root and so many nodes
         started = time.perf_counter()
@@ -105,7 +105,7 @@ class Budgets:
         return self.run.bounded(self.tuner.choose(self.run.most_drafted), self.tuner.sizes)
 
     def plain_steps(self) -> int:
-        """Plain steps that may be taken after `choose` returned 0, before it is called again."""
+        """Return the number of plain steps after `choose` returned 0 until it must be called again."""
         if self.run.most_drafted == 0:
             return FULL_STRETCH
         return STRETCH if self.tuner is None else self.tuner.plain_steps()
@@ -119,8 +119,7 @@ class Budgets:
 def decode(run: DecoderRun) -> Generator[Request, Any, None]:
     """Emit the tokens that `plain` emits, with the logits rows (1, vocab) that they were drawn from.
 
-    Before each step a budget is chosen. If it is 0, plain decoding without the draft continues until another one is
-    chosen.
+    Before each step a budget is chosen. If it is 0, decoding is plain until a budget above 0 is chosen.
     """
     check(run.options, run.model, run.sampler)
     drafter, budgets = Drafter(run), Budgets(run)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 
 SECONDS_MEMORY, LENGTH_MEMORY = 32, 16  # steps over which the running means average
 FIRST = 3  # first steps of a size, of which only the fastest counts, where others may compile without being counted
-GAP = 2  # steps after plain ones of the same reply, which the draft's context lacks, whose lengths count for nothing
+GAP = 2  # steps after plain steps, which the draft's context lacks, whose lengths are not counted
 OUTLIER = 3  # times the mean: limit of a step's time
 TRIALS = {True: 6, False: 4}  # steps of a trial: of plain decoding (True), of a budget (False)
 SHARES = {True: 0.005, False: 0.01}  # of the time of such steps, at most, that trials may lose
-SAVED = 32  # most time saved up for trials, in plain steps, unless the next trial needs more
+SAVED = 32  # maximum time saved for trials, in plain steps, unless the next trial needs more
 STRETCH = 32  # plain steps between two choices while plain decoding is best, because a choice takes host time
-PATIENCE = 2  # times its cost: time to be saved before a trial in mid-reply, where the draft's context may have gaps
-DISTURBED = 16  # steps in succession whose times are ignored, because they took time for something else too
+PATIENCE = 2  # time saved before a trial within a reply, in costs of it, because the draft's context may have gaps
+DISTURBED = 16  # consecutive steps whose times are ignored, because other work took time as well
 
 
 class Mean:
@@ -101,7 +101,7 @@ class Tuner:
         return None
 
     def plain_steps(self) -> int:
-        """Plain steps that may be taken after `choose` returned 0, before it is asked again."""
+        """Return the number of plain steps after `choose` returned 0 until it must be called again."""
         return STRETCH if self.settled else 1
 
     def record(self, size: int, path: Sequence[int], seconds: float, switched: bool = False, steps: int = 1) -> None:
@@ -113,7 +113,7 @@ class Tuner:
         self.gap = self.add_length(size, path, self.gap)
 
     def add_time(self, size: int, seconds: float, switched: bool = False, steps: int = 1) -> None:
-        """Record what steps took, as `record`."""
+        """Record the time of steps, as `record` does."""
         mean = self.seconds[size]
         if mean.count:
             seconds = min(seconds, OUTLIER * mean.value)
@@ -127,7 +127,7 @@ class Tuner:
                 mean.add(self.least[size] if self.runs[size] == self.first else seconds)
 
     def add_length(self, size: int, path: Sequence[int], gap: int, weight: float = 1.0) -> int:
-        """Record what a step accepted, as `record`; return the gap after it.
+        """Record the tokens that a step accepted, as `record` does; return the gap after it.
 
         gap     steps to come of the reply whose lengths count for nothing
         weight  of the length: 1 for one reply, less for one of several whose rows are computed in one step
@@ -206,7 +206,7 @@ class TunerShare:
         return shared.size
 
     def plain_steps(self) -> int:
-        """Plain steps that may be taken after `choose` returned 0, before it is asked again."""
+        """Return the number of plain steps after `choose` returned 0 until it must be called again."""
         return self.tuner.plain_steps()
 
     def record(self, size: int, path: Sequence[int], seconds: float, switched: bool = False, steps: int = 1) -> None:

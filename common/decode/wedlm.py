@@ -57,10 +57,10 @@ def mask_id(model: Model) -> int:
 
 
 def most_unread(options: WedlmOptions) -> int:
-    """Return how many tokens of the prompt the first step may read beside its masks; 0 with `verify`.
+    """Return how many tokens of the prompt the first step may read in addition to its masks; 0 with `verify`.
 
-    With `verify` the prompt is read as in plain decoding: its keys and values, and so the text, are the same bit for
-    bit even where a backend computes long steps in another order.
+    With `verify` the prompt is read as in plain decoding: its keys and values, and therefore the text, are bitwise
+    identical, even if a backend computes long steps in another order.
     """
     return 0 if options.verify else MAX_DECODE_ROWS - options.window
 
@@ -105,12 +105,12 @@ class _Window:
 
     @property
     def leading(self) -> int:
-        """Filled positions before the first mask."""
+        """Count the filled positions before the first mask."""
         return self.filled.index(False) if False in self.filled else len(self)
 
     @property
     def settled(self) -> int:
-        """Leading positions before the first doubtful one."""
+        """Count the leading positions before the first doubtful one."""
         leading = range(self.leading)
         return next((i for i in leading if self.base + i in self.doubtful), len(leading))
 
@@ -137,11 +137,11 @@ class _Window:
         self.filled += [filled] * len(tokens)
 
     def emit(self, run: DecoderRun) -> Emit:
-        """Return the request that hands over the next token, which then counts as emitted."""
+        """Return the request that outputs the next token, which then counts as emitted."""
         at, self.next = self.next, self.next + 1
         token, sampler = self.tokens[at - self.base], run.sampler
         if not sampler.is_argmax:
-            sampler.numbers(1)  # which it was drawn with
+            sampler.numbers(1)  # take the number with which it was drawn
         sampler.accept(token)
         run.wedlm.tokens += 1
         logits, row = self.logits.pop(at)

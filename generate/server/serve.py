@@ -146,7 +146,7 @@ def upstream_of(args: argparse.Namespace) -> Upstream | None:
 
 
 def flag_of_model(args: argparse.Namespace) -> str | None:
-    """The first flag that is only for a model of our own; None: none was given. The compressor has --backend too."""
+    """Return the first given flag that applies only to a local model, or None. The compressor has --backend too."""
     names = [name for name in ("model", "warmup") if name in args.given]
     names += [name for name in (*LOAD, *OPTIONS) if name != "backend" and getattr(args, name, None) is not None]
     if not names:

@@ -61,7 +61,7 @@ class Store:
                 self._forget(self._held.popitem(last=False)[1])
 
     def delete(self, id: str) -> None:
-        """Drop a response; raises ApiError where there is none."""
+        """Drop a response; raises ApiError if there is none."""
         with self._lock:
             if (stored := self._held.pop(id, None)) is None:
                 raise self._missing(id)

@@ -83,7 +83,7 @@ class Upstream:
 
 
 def refusal_of(data: bytes) -> tuple[str, str | None]:
-    """Read the message and the code of a refusal in any dialect; "" and None where it has none."""
+    """Read the message and the code of a refusal in any dialect; "" and None if it has none."""
     try:
         error = json.loads(data)["error"]
     except (ValueError, TypeError, LookupError, RecursionError):

@@ -1,4 +1,4 @@
-// codebooks: eight weights of a GGUF block whose codes are entries of a codebook, as include/blocks.h has it
+// codebooks: eight weights of a GGUF block whose codes are entries of a codebook, in the form of include/blocks.h
 // Eight neighbouring columns are a part: an entry of eight numbers (IQ2) or two of four (IQ3), one sign bit per column, and
 // a scale of 16 or 32 columns. The codebook comes as words of four magnitudes. Of seven stored sign bits, the eighth makes
 // the number of minus signs even.
