@@ -216,6 +216,28 @@ def test_products_of_warp_groups(pair, H, K, D, counts, multiprocessors, ops, mo
             assert np.array_equal(alone.chain(tree.tokens[row : row + 1])[0], out[row])
 
 
+def test_products_of_warp_groups_of_several_sequences(ops, monkeypatch):
+    """Rows of two sequences, one with a long past, have the bits of plain decoding alone."""
+    monkeypatch.setattr(replay, "LONG_PAST", 100)
+    monkeypatch.setattr(ops, "context", on_multiprocessors(on_hopper(ops.context), 1))
+    spec = spec_of(("lm4", "lm4"), 1, 256, calibration=0, sinks=3, recent=100)
+    pool = ops.new_pool(spec, 2, 1200)
+    many, alone = (
+        [Read(ops, spec, 6, state) for state in states]
+        for states in ((pool.new_state(), pool.new_state()), (None, None))
+    )
+    for i, past in enumerate((300, 90)):
+        for read in (many[i], alone[i]):
+            for start in range(0, past, 60):
+                read.chain(range(start, min(past, start + 60)))
+    steps = [Step.chain(np.arange(500, 506, dtype=np.int32), read.state.length) for read in many]
+    joined = JoinedStep.of(steps, np.concatenate([step.tokens for step in steps]), [r.state.slot for r in many])
+    pool.note_step(joined)
+    out = attend(ops, pool, rows_at(joined.tokens, many[0].heads, 256), joined)
+    for read, at in zip(alone, joined.runs, strict=True):
+        assert np.array_equal(np.concatenate([read.chain([token]) for token in range(500, 506)]), out[at])
+
+
 @pytest.mark.parametrize("past", [3, 6, 40, 200])
 def test_snapshots(past, ops):
     """What was read after a snapshot leaves no trace: neither rows nor statistics, of chains or of a long step."""
