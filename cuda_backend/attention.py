@@ -32,9 +32,8 @@ from cuda_backend.layout import (
     sums_bytes,
     tail_places,
     takes_64_rows,
-    takes_wide,
+    warp_groups,
     whole_tiles,
-    wide_tiles,
 )
 from cuda_backend.lazy import Lazy, Op, Target
 from cuda_backend.occupancy import Card
@@ -50,6 +49,7 @@ class Pieces(NamedTuple):
 
     most       largest number of positions of a sequence
     turn_back  columns of the output that are rotated back together, 0: none
+    folded     whether sums of pieces may be part of a later piece's
     """
 
     most: int
@@ -65,6 +65,7 @@ class Pieces(NamedTuple):
     shares: int
     trunk: int
     turn_back: int = 0
+    folded: bool = False
 
 
 def attention(
@@ -130,7 +131,7 @@ def attention(
             shared_mem=launch.shared,
             stream=context.stream,
         )
-    return combined(context, pieces, (T, H, D), step)
+    return combined(context, pieces._replace(folded=launches[0].folds), (T, H, D), step)
 
 
 def new_pieces(
@@ -159,6 +160,7 @@ class PiecesLaunch(NamedTuple):
 
     blocks  largest number of blocks into which the rows of all sequences are cut
     ctas    CTAs per multiprocessor
+    folds   whether sums of pieces may be part of a later piece's
     """
 
     name: str
@@ -167,6 +169,7 @@ class PiecesLaunch(NamedTuple):
     threads: int
     blocks: int
     ctas: int
+    folds: bool = False
 
 
 def pieces_launches(
@@ -186,11 +189,12 @@ def pieces_launches(
     defines, shared, ctas = split_tiles(card, keys.width, rows, *cache)
     blocks = row_blocks(T, step.runs, group, rows)
     split = PiecesLaunch("split", defines, shared, 8 * rows // blocks_of_warp(rows), blocks, ctas)
-    if not is_long or not takes_wide(card, keys.width, of_run, keys.format):
+    groups = warp_groups(card, keys.width, of_run, cache[0], keys.format) if is_long else None
+    if groups is None:
         return [split]
-    defines, shared, of_cta = wide_tiles(card, keys.width, of_run, cache[0])
-    wide = PiecesLaunch("wide", defines, shared, 512, row_blocks(T, step.runs, group, of_cta), 1)
-    return [wide, split._replace(defines=(*split.defines, "TAILS=1"))]
+    name, defines, shared, threads, rows, ctas, folds = groups
+    committed = PiecesLaunch(name, defines, shared, threads, row_blocks(T, step.runs, group, rows), ctas, folds)
+    return [committed, split._replace(defines=(*split.defines, "TAILS=1"))]
 
 
 def one_row_reads(keys: Plane, values: Plane, group: int, window: int) -> bool:
@@ -415,7 +419,7 @@ def combine(
     context: Context, pieces: Pieces, D: int, step: DeviceStep, out: np.ndarray, op: int = 0, gate: np.ndarray = NOTHING
 ) -> None:
     """Add up the pieces, D columns of a head."""
-    most, sums, stats, T, H, wide, first, *cut, turn_back = pieces
+    most, sums, stats, T, H, wide, first, *cut, turn_back, folded = pieces
     runs, blocks = run_count(most, pieces.window, pieces.sinks), (H, T, -(-D // 128))
     # the most warps of a CTA with which all CTAs run at once and the next product can begin beside them
     room = 15 * context.card.sms // math.prod(blocks)
@@ -427,6 +431,7 @@ def combine(
     form = f"WARPS={of_run}", f"ALONE={int(step.runs == 1)}", f"GATED={gated}"
     built = *form, windowed(pieces.window), *packed_only(out)
     built += (f"TURN_VALUES={turn_back}",) if turn_back else ()
+    built += ("FOLDED=1",) if folded else ()
     kernel("pieces", "combine", built)(
         blocks,
         (32 * warps,),

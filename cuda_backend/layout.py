@@ -4,6 +4,7 @@ This module needs neither CuPy nor a GPU, so that any machine can compile the ke
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,7 +36,8 @@ FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 TOGETHER = ("Q4_K", "Q6_K"), ("Q5_K", "Q6_K")  # types of adjacent matrices in one launch, as llama.cpp mixes them
 COLS = (1, 8, 16, 24, 32, 40, 48, 64, 72)  # rows of x that one `linear` kernel takes
 SPLIT_TILE = 64  # positions of a tile of kernels/split.cu
-WIDE_GROUPS = 16, 32, 48  # rows of a warp group of kernels/wide.cu
+WIDE_ROWS = 16, 32, 48  # rows of a warp group of kernels/wide.cu
+FEWEST_OF_WARP_GROUPS = {128: 48, 256: 24}  # rows per KV head, by width of a head, for kernels/tall.cu and wide.cu
 ONE_ROW_CODES = {"q4_0", "q8_0", "lm2", "lm3", "lm4", "tq3_0"}  # formats that kernels/one_row.cu decodes
 LATENT_ROWS = 32  # rows per CTA of kernels/latent.cu
 EXPANDED = 8192  # latents that prefill expands to keys and values at a time; a multiple of a tile
@@ -301,28 +303,65 @@ def takes_64_rows(card: Card, width: int, rows: int, packed: int = 0, exact: boo
         return False
 
 
-def wide_tiles(card: Card, width: int, rows: int, packed: int = 0) -> tuple[tuple[str, ...], int, int]:
-    """Return (definitions of kernels/wide.cu for `rows` rows per KV head, bytes of shared memory, rows per CTA).
+class WarpGroups(NamedTuple):
+    """Build and launch of a kernel of warp groups: macros of its sizes, shared memory in bytes, threads.
 
+    rows   rows per CTA
+    ctas   CTAs per multiprocessor
+    folds  whether sums of pieces may be part of a later piece's
+    """
+
+    kernel: str
+    defines: tuple[str, ...]
+    shared: int
+    threads: int
+    rows: int
+    ctas: int
+    folds: bool = False
+
+
+def warp_groups(card: Card, width: int, rows: int, packed: int = 0, keys: str = "f16") -> WarpGroups | None:
+    """Choose the kernel of warp groups that computes committed tiles after a long past.
+
+    rows    rows of the step per KV head
     packed  as in `split_tiles`
+    keys    format of keys
+    Returns None if none has a build, or split.cu alone is as fast.
     """
-    blocks = -(-rows // (3 * WIDE_GROUPS[-1]))
-    each = next(n for n in WIDE_GROUPS if 3 * n * blocks >= rows)
-    fixed, tile, codes = 3 * each * 2 * (width + SPLIT_TILE), SPLIT_TILE * width * 2, SPLIT_TILE * packed
-    room = card.block_shared - 8192 - fixed  # the kernel declares some itself
-    coded = min(4, (room - 2 * tile) // codes) if packed else 0
+    if card.capability != 90 or keys == "turboquant" or rows < FEWEST_OF_WARP_GROUPS.get(width, math.inf):
+        return None
+    if width == 128 or rows > 3 * WIDE_ROWS[-1]:
+        return tall_tiles(card, width, rows, packed)
+    return wide_tiles(card, width, rows, packed)
+
+
+def tall_tiles(card: Card, width: int, rows: int, packed: int = 0) -> WarpGroups:
+    """Return the build of kernels/tall.cu for `rows` rows per KV head; other parameters as in `warp_groups`."""
+    groups = 1 if rows <= 64 and width == 128 else 2
+    ctas, folds = 3 - groups, groups == 2 and width == 128
+    fixed = groups * 64 * 2 * width
+    room = card.block_shared if ctas == 1 else card.shared // 2 - 1024
+    ring, shared = _ring(room - 4096 - fixed, width, packed)
+    sizes = f"D={width}", "ROWS_EACH=64", f"GROUPS={groups}", f"CTAS={ctas}", f"FOLDS={int(folds)}", *ring
+    return WarpGroups("tall", sizes, fixed + shared, 128 * (groups + 1), 64 * groups, ctas, folds)
+
+
+def wide_tiles(card: Card, width: int, rows: int, packed: int = 0) -> WarpGroups:
+    """Return the build of kernels/wide.cu for `rows` rows per KV head; other parameters as in `warp_groups`."""
+    blocks = -(-rows // (3 * WIDE_ROWS[-1]))
+    each = next(n for n in WIDE_ROWS if 3 * n * blocks >= rows)
+    fixed = 3 * each * 2 * (width + SPLIT_TILE)
+    ring, shared = _ring(card.block_shared - 8192 - fixed, width, packed)
+    sizes = f"D={width}", f"ROWS_EACH={each}", "GROUPS=3", *ring
+    return WarpGroups("wide", sizes, fixed + shared, 512, 3 * each, 1)
+
+
+def _ring(room: int, width: int, packed: int) -> tuple[tuple[str, ...], int]:
+    """Divide `room` bytes between tiles of float16 and tiles of codes; returns definitions, and the bytes taken."""
+    tile, codes = SPLIT_TILE * width * 2, SPLIT_TILE * packed
+    coded = max(2, min(4, (room - 4 * tile) // codes)) if packed else 0
     stages = 1 << min(8, (room - coded * codes) // tile).bit_length() - 1  # a power of 2
-    sizes = f"D={width}", f"ROWS_EACH={each}", f"STAGES={stages}", *((f"CODED={coded}",) if packed else ())
-    return sizes, fixed + stages * (tile + 16) + coded * codes, 3 * each
-
-
-def takes_wide(card: Card, width: int, rows: int, keys: str = "f16") -> bool:
-    """Test whether kernels/wide.cu has a build for the format `keys` and is faster than split.cu after a long past.
-
-    rows  rows of the step per KV head
-    """
-    fewest = {128: 96, 256: 24}
-    return card.capability == 90 and keys != "turboquant" and width in fewest and rows >= fewest[width]
+    return (f"STAGES={stages}", *((f"CODED={coded}",) if packed else ())), stages * (tile + 16) + coded * codes
 
 
 def whole_tiles(card: Card, width: int) -> tuple[tuple[str, ...], int]:

@@ -6,11 +6,11 @@ from pathlib import Path
 from cuda_backend.layout import UNITS
 
 KERNELS = Path(__file__).with_name("kernels")
-ARCHITECTURES = {"wide": "sm_90a"}  # kernels with instructions of one compute capability alone
+ARCHITECTURES = {"tall": "sm_90a", "wide": "sm_90a"}  # kernels with instructions of one compute capability alone
 OPTIONS = ("-std=c++17", "-fmad=false")  # sums are rounded as written, equally in all kernels
 HEADERS = (  # each header, and the kernels that need it, all of them after prelude.cuh
     ("tile.cuh", ("experts", "single", "repack", "expand")),
-    ("flash.cuh", ("attention", "split", "wide", "one_row", "latent", "pieces")),
+    ("flash.cuh", ("attention", "split", "tall", "wide", "one_row", "latent", "pieces")),
     ("keys.cuh", ("sample", "draw", "top_k", "entropy")),
     (
         "plane.cuh",
@@ -18,6 +18,7 @@ HEADERS = (  # each header, and the kernels that need it, all of them after prel
             "attention",
             "choose_blocks",
             "split",
+            "tall",
             "wide",
             "one_row",
             "latent",
@@ -27,14 +28,18 @@ HEADERS = (  # each header, and the kernels that need it, all of them after prel
             "calibrate",
         ),
     ),
-    ("exact.cuh", ("attention", "split", "wide", "one_row", "latent", "heads_to_cache", "to_cache")),
-    ("formats.cuh", ("attention", "split", "wide", "one_row", "latent", "heads_to_cache", "to_cache", "pieces")),
+    ("exact.cuh", ("attention", "split", "tall", "wide", "one_row", "latent", "heads_to_cache", "to_cache")),
+    (
+        "formats.cuh",
+        ("attention", "split", "tall", "wide", "one_row", "latent", "heads_to_cache", "to_cache", "pieces"),
+    ),
     ("encode.cuh", ("latent", "heads_to_cache", "to_cache")),
-    ("decode.cuh", ("attention", "split", "wide", "one_row", "latent")),
-    ("operands.cuh", ("split", "wide", "one_row")),
+    ("decode.cuh", ("attention", "split", "tall", "wide", "one_row", "latent")),
+    ("operands.cuh", ("split", "tall", "wide", "one_row")),
     ("head.cuh", ("rows", "heads_to_cache")),
-    ("ring.cuh", ("experts", "single", "wide")),
-    ("hopper.cuh", ("wide",)),
+    ("ring.cuh", ("experts", "single", "tall", "wide")),
+    ("hopper.cuh", ("tall", "wide")),
+    ("warp_groups.cuh", ("tall", "wide")),
     ("product.cuh", ("experts", "single")),
     ("packed.cuh", ("single",)),
     ("convolve.cuh", ("delta", "prepare")),

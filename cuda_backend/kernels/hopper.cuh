@@ -30,6 +30,23 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], u32 a, u32 b, bool adds
                      : EIGHT(0), EIGHT(8), EIGHT(16)
                      : OPERANDS);
 }
+#define RESULTS_64                                                                                                             \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}"
+// As `wgmma` with N = 64, of b [64][16].
+__device__ __forceinline__ void wgmma_64(float (&d)[32], u32 a, u32 b, bool adds) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " RESULTS_64 ", %32, %33, p, 1, 1, 0, 0; }"
+        : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24)
+        : "l"(OPERAND(a)), "l"(OPERAND(b)), "r"((int)adds));
+}
+// As `wgmma` with N = 64, of b [16][64], and of a as `mma` has it: 16 rows of each warp.
+__device__ __forceinline__ void wgmma_of_registers(float (&d)[32], const u32 (&a)[4], u32 b, bool adds) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " RESULTS_64
+        ", {%32,%33,%34,%35}, %36, p, 1, 1, 1; }"
+        : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(OPERAND(b)), "r"((int)adds));
+}
 // Before products: makes the thread's registers visible; after them: closes a group; then waits for all groups but the last N.
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -3,7 +3,8 @@
 // In        sums [place][T][H][D], stats [place][T][H]: power of 2 and sum of each; perhaps a gate (T, H, DIM)
 // Out       (T, H * DIM) in each requested form (store.cuh); only dense if groups of 32 straddle heads
 // Build     TURN_VALUES: number of columns that are rotated back together, 0: none (formats.cuh); WARPS per run, 1 or 2; GATED: there may
-//           be a gate, which takes a third of the registers; WINDOWED: flash.cuh; ALONE: split.cu; the macros of store.cuh
+//           be a gate, which takes a third of the registers; FOLDED: sums whose stats are (-inf, 0) may be unwritten (tall.cu);
+//           WINDOWED: flash.cuh; ALONE: split.cu; the macros of store.cuh
 // Work      a CTA per row, head and 128 columns; one warp, or two with 64 columns each, adds up one run of eight groups of positions
 //           at a time, 8 or 16 of its pieces together; then the first warp adds up the runs
 // Numbers   float32; the order of sums depends on positions alone: the tiles of a group (in split.cu or here), the groups of a
@@ -33,6 +34,9 @@
 
 #ifndef ALONE
 #define ALONE 0
+#endif
+#ifndef FOLDED
+#define FOLDED 0
 #endif
 #define MUL_SIGMOID 3  // rows.cu
 #define RUN 8          // groups; cuda_backend/layout.py run_count
@@ -94,8 +98,14 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
         float2 stat = make_float2(lowest, 0.0f);
         if (lane < AT_ONCE && i + lane < end) stat = stats[at];
         float e[AT_ONCE][EACH];
+#if FOLDED
+        const u32 written = __ballot_sync(FULL, stat.x > lowest);
+        const u32 read_at = __shfl_sync(FULL, at, !written || written >> lane & 1 ? lane : __ffs(written) - 1);
+#else
+        const u32 read_at = at;
+#endif
         auto read = [&](int n) {  // after the last piece it is read again, times 0: a conditional read would wait for the previous one
-            const float* p = from + (u64)__shfl_sync(FULL, at, n) * D;
+            const float* p = from + (u64)__shfl_sync(FULL, read_at, n) * D;
             if (EACH == 4)
                 *(float4*)e[n] = *(const float4*)p;
             else

@@ -26,60 +26,6 @@
 //           heads of 128 with 64 rows -> 76 against 73 of split.cu; 128 rows 100 against 144, 256 rows 198 against 276
 // Origin    FlashAttention-3 (Shah et al., arXiv 2407.08608)
 
-#define GROUPS 3
-#define ROWS (GROUPS * ROWS_EACH)
-#define TILE 64                    // positions
-#define BLOCKS (D / 64)            // blocks of 128 bytes per row
-#define TILE_BYTES (TILE * D * 2)  // of keys or values
-#define LINE (D / 8)               // copies of 16 bytes per position
-#define LAG (STAGES - 2)           // tiles in flight while another is requested
-static_assert((STAGES & STAGES - 1) == 0);
-#define KEY_BYTES row_bytes(KEYS, D)
-#define VALUE_BYTES row_bytes(VALUES, D)
-#define CODES_BYTES (TILE * (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES))  // of a tile as the cache has it
-#ifndef CODED
-#define CODED 0
-#endif
-#define MINUS_INFINITY (-__int_as_float(0x7f800000))
-
-// The place in the ring of tile n, alternately of keys and of values, and the parity of the number of earlier rounds of the ring.
-__device__ __forceinline__ int stage_of(int n) { return n % STAGES; }
-__device__ __forceinline__ u32 parity_of(int n) { return n / STAGES % 2; }
-
-// Iterates over the pieces of a CTA, alternately forwards and backwards for equal shares, and over their tiles; one begins at `at`.
-struct Walk {
-    int turn, at, stop, place;
-    __device__ __forceinline__ bool next_piece(const Pieces& pieces, const WideTiles& tiles, const Part& own) {
-        const int item = turn * own.shares + (turn % 2 ? own.shares - 1 - own.share : own.share);
-        if (item >= tiles.count()) return false;
-        const int number = tiles.first + tiles.count() - 1 - item;  // from the newest piece on: newer pieces are larger
-        turn++, at = pieces.from(number), stop = min(pieces.to(number), tiles.until), place = pieces.place(number);
-        return true;
-    }
-    // Goes to the next tile; returns what ends with this one: 0, nothing; else a piece, its place + 1, negative if it is the last.
-    __device__ __forceinline__ int advance(const Pieces& pieces, const WideTiles& tiles, const Part& own) {
-        if ((at += TILE) < stop) return 0;
-        const int ended = place + 1;
-        return next_piece(pieces, tiles, own) ? ended : -ended;
-    }
-};
-#define ENDS 8  // tiles whose ends are kept: more than are in shared memory
-
-// Decodes a tile of codes to float16, by a warp group; keys in the order of operands.cuh.
-template <Format F, bool OF_KEYS>
-__device__ __forceinline__ void unpack_tile(u8* tile, const u8* codes) {
-#pragma unroll 1
-    for (int n = threadIdx.x % 128; n < TILE * D / 32; n += 128) {  // neighbours take other rows and other blocks, for the banks
-        const int row = n % TILE, block = (n / TILE + (OF_KEYS && in_halves(F) ? row / 8 : row)) % (D / 32);
-        const u8* from = codes + row * row_bytes(F, D);
-        auto at = [&](int chunk) { return (uint4*)(tile + chunk / 8 * (TILE * 128) + swizzled(row, chunk % 8)); };
-        if constexpr (OF_KEYS)
-            unpack_to_places<F>(at, from, block);
-        else
-            unpack_32_to<F, D, false>([&](int i) { return at(block * 4 + i); }, from, block);
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* step, const int* positions, int T, float scale, int window,
      int sinks, int causal, int trunk, float* sums, float2* stats, Exact exact) {
@@ -93,92 +39,19 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
     __shared__ int heads[ROWS];                // where a row lies in (T, H), or -1
     __shared__ int ends[ENDS];                 // of tiles: Walk.advance
     [[maybe_unused]] __shared__ float shifts[EXACT ? ROWS : 1];  // of a row's products with codes
-    __shared__ Pieces pieces;
-    __shared__ WideTiles tiles;
-    __shared__ HeadRows planes[2];  // keys, values
-    __shared__ Part own;
+    __shared__ Work work;
     u8 *qs = shared, *stages = qs + ROWS * D * 2, *ps = stages + STAGES * TILE_BYTES;
     [[maybe_unused]] u8* coded = ps + ROWS * TILE * 2;
     const u32 full = shared_address(coded + CODED * CODES_BYTES), empty = full + 8 * STAGES;  // a barrier for each stage
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / 4, head = blockIdx.y;
-    if (warp == 0) {
-        const Part part = ALONE ? Part{0, (int)blockIdx.x, (int)gridDim.x, (int)blockIdx.z, (int)gridDim.z}
-                                : part_of(step, group, ROWS, 0, blockIdx.z, gridDim.z);
-        if (lane == 0) {
-            own = part;
-            const Run& run = step->run[max(part.run, 0)];
-            planes[0] = rows_of(keys, run.slot, head, KEY_BYTES), planes[1] = rows_of(values, run.slot, head, VALUE_BYTES);
-            pieces.cut(6, run.past, run.rows, 0, 0, 0, min((int)gridDim.z, MOST_SINGLE), trunk);
-            tiles.find(pieces, run.past, EXACT ? exact.first : 0, EXACT ? exact.recent : 0);
-            for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 128), barrier_init(empty + 8 * i, 4 * GROUPS);
-        }
-    }
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / 4;
+    if (warp == 0) find_work(work, keys, values, group, step, trunk, exact, full, empty);
     __syncthreads();
-    if (own.run < 0 || own.share >= tiles.count()) return;
-    const Run& run = step->run[ALONE ? 0 : own.run];
-    const int first = own.block * ROWS, rows = run.rows * group - first;
-    if (rows <= 0) return;
-    if (threadIdx.x < ROWS) {
-        const int row = first + (int)threadIdx.x, t = row / group;
-        heads[threadIdx.x] = (int)threadIdx.x < rows ? (run.first + t) * H + head * group + row - t * group : -1;
-    }
+    if (work.is_empty() || !find_heads(heads, work, step, H, group)) return;
     __syncthreads();
 
     if (team == GROUPS) {
         fewer_registers<32>();
-        const int mine = threadIdx.x % 128;
-        Walk walk = {};
-        walk.next_piece(pieces, tiles, own);
-#if CODED
-        auto request = [&](int n) {  // load n, alternately of keys and of values
-            if (walk.at < walk.stop) {
-                const int bytes = n % 2 ? VALUE_BYTES : KEY_BYTES;
-                const u8* from = planes[n % 2].at(walk.at, bytes);
-                const u32 to = shared_address(coded + n % CODED * CODES_BYTES);
-#pragma unroll 1
-                for (int i = mine; i < TILE / 16 * bytes; i += 128) copy16(to + i * 16, (const u16*)(from + i * 16));
-                if (n % 2) ends[n / 2 % ENDS] = walk.advance(pieces, tiles, own);
-            }
-            commit();
-        };
-        for (int n = 0; n < CODED - 1; n++) request(n);
-#pragma unroll 1
-        for (int n = 0; n % 2 || n == 0 || ends[(n / 2 - 1) % ENDS] >= 0; n++) {
-            copies_wait<CODED - 2>();
-            group_sync(1 + team);
-            request(n + CODED - 1);
-            barrier_wait(empty + 8 * stage_of(n), parity_of(n) ^ 1);
-            u8* tile = stages + stage_of(n) * TILE_BYTES;
-            const u8* codes = coded + n % CODED * CODES_BYTES;
-            if (n % 2)
-                unpack_tile<VALUES, false>(tile, codes);
-            else
-                unpack_tile<KEYS, true>(tile, codes);
-            show_products();
-            barrier_arrive(full + 8 * stage_of(n));
-        }
-#else
-        auto land = [&](int n) {
-            show_products();
-            barrier_arrive(full + 8 * stage_of(n));
-        };
-        int n = 0;  // loads, alternately of keys and of values
-#pragma unroll 1
-        for (; walk.at < walk.stop; n++) {
-            barrier_wait(empty + 8 * stage_of(n), parity_of(n) ^ 1);
-            const u16* from = (const u16*)planes[n % 2].at(walk.at, 2 * D) + mine * 8;
-            const u32 to = shared_address(stages + stage_of(n) * TILE_BYTES) + mine % LINE / 8 * (TILE * 128);
-#pragma unroll 8
-            for (int i = 0; i < TILE * LINE / 128; i++) copy16(to + swizzled((i * 128 + mine) / LINE, mine % 8), from + i * 1024);
-            commit();
-            if (n % 2) ends[n / 2 % ENDS] = walk.advance(pieces, tiles, own);
-            if (n < LAG) continue;
-            copies_wait<LAG>();
-            land(n - LAG);
-        }
-        copies_wait<0>();
-        for (int i = max(n - LAG, 0); i < n; i++) land(i);
-#endif
+        copy_tiles(work, stages, coded, full, empty, ends);
         return;
     }
 
@@ -187,15 +60,7 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
     const u32 p_at = shared_address(ps) + team * N * 128;
     const u32 q_operand = __shfl_sync(FULL, operand(shared_address(qs) + team * N * 128), 0), p_operand = __shfl_sync(FULL, operand(p_at), 0);
     depend();
-    for (int n = mine; n < N * LINE; n += 128) {
-        const int r = n / LINE, c = n % LINE, row = heads[team * N + r];
-        auto at = [&](int chunk) { return qs + chunk / 8 * (ROWS * 128) + team * N * 128 + swizzled(r, chunk % 8); };
-        const uint4 eight = row < 0 ? make_uint4(0, 0, 0, 0) : *(const uint4*)(q + (s64)row * D + c * 8);
-        if constexpr (PACKED)
-            eight_to_places<KEYS>([&](int i) { return (u16*)at(i / 8) + i % 8; }, c * 8, eight);
-        else
-            *(uint4*)at(c) = eight;
-    }
+    copy_queries<N>(qs, q, heads, team * N);
     if (EXACT && mine < N) shifts[team * N + mine] = heads[team * N + mine] < 0 ? 0.0f : exact.shift[heads[team * N + mine]];
     show_products();
     group_sync(1 + team);
@@ -323,7 +188,7 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
         end = ends[n / 2 % ENDS];
         if (lane == 0) barrier_arrive(empty + 8 * stage_of(n + 1));
         if (!end) continue;
-        const s64 begin = (s64)(abs(end) - 1) * T * H;
+        const s64 begin = (s64)(abs(end) / 2 - 1) * T * H;
         if (keeper >= 0 && heads[team * N + keeper] >= 0) stats[begin + heads[team * N + keeper]] = stats_so_far[team][keeper];
 #pragma unroll
         for (int j = 0; j < N / 8; j++)

@@ -222,18 +222,43 @@ def test_rows_of_trees_are_plain_behind_a_long_past(ops, monkeypatch):
         layer.check(1000, n)
 
 
-@pytest.mark.parametrize(("H", "K", "D", "rows"), [(24, 4, 256, (4, 22)), (16, 2, 128, (12, 20)), (8, 1, 256, (14,))])
+@pytest.mark.parametrize(
+    ("H", "K", "D", "kernel", "rows"),
+    [
+        (24, 4, 256, "wide", (4, 22)),
+        (8, 1, 256, "wide", (14,)),
+        (24, 4, 256, "tall", (30,)),
+        (16, 2, 128, "tall", (6, 12, 20)),
+    ],
+)
 @pytest.mark.parametrize("past", [192, 300])
-def test_products_of_warp_groups_after_a_long_past(past, H, K, D, rows, ops, monkeypatch):
-    """Rows of kernels/wide.cu have the bits of plain decoding, also those of a tree, whose tails split.cu computes."""
+def test_products_of_warp_groups_after_a_long_past(past, H, K, D, kernel, rows, ops, monkeypatch):
+    """Rows of kernels/tall.cu and wide.cu have the bits of plain decoding, also those of a tree.
+
+    split.cu computes the tails.
+    """
     monkeypatch.setattr(replay, "LONG_PAST", 100)
     monkeypatch.setattr(ops, "context", on_hopper(ops.context))
-    kv = ops.new_state([{"kv": KVSpec(K, D, D)}], 400)[0].kv
     for n in rows:
-        step = ops.context.step_of(Step.chain(np.zeros(n, np.int32), 0), kv.store)
-        launches = pieces_launches(ops.context.card, kv, dataclasses.replace(step, long_past=True), H // K, NO_EXACT, 0)
-        assert [x.name for x in launches] == ["wide", "split"]
+        assert [x.name for x in launches_after_a_long_past(ops, KVSpec(K, D, D), H, n)] == [kernel, "split"]
         Attention(ops, H, K, D, KVSpec(K, D, D)).check(past, n)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2, 3])
+def test_sums_that_stay_with_a_warp_group(multiprocessors, ops, monkeypatch):
+    """Pieces of a run of groups that one CTA computes have the bits of plain decoding; several CTAs divide runs."""
+    monkeypatch.setattr(replay, "LONG_PAST", 100)
+    monkeypatch.setattr(ops, "context", on_multiprocessors(on_hopper(ops.context), multiprocessors))
+    committed, _ = launches_after_a_long_past(ops, KVSpec(1, 128, 128), 8, 9)
+    assert committed.folds
+    Attention(ops, 8, 1, 128, KVSpec(1, 128, 128)).check(1400, 9)
+
+
+def launches_after_a_long_past(ops, spec, H: int, n: int):
+    kv = ops.new_state([{"kv": spec}], 400)[0].kv
+    step = ops.context.step_of(Step.chain(np.zeros(n, np.int32), 0), kv.store)
+    long = dataclasses.replace(step, long_past=True)
+    return pieces_launches(ops.context.card, kv, long, H // spec.kv_heads, NO_EXACT, 0)
 
 
 @pytest.mark.parametrize(("H", "K", "D"), [(24, 4, 64), (8, 2, 128)])

@@ -28,7 +28,6 @@ from cuda_backend.layout import (
     PREFILL_COLS,
     TOGETHER,
     UNITS,
-    WIDE_GROUPS,
     delta_saved,
     expert_defines,
     expert_ring,
@@ -45,10 +44,9 @@ from cuda_backend.layout import (
     split_rows,
     split_tiles,
     takes_64_rows,
-    takes_wide,
     tile_defines,
+    warp_groups,
     whole_tiles,
-    wide_tiles,
 )
 from cuda_backend.occupancy import Card
 from cuda_backend.sources import ARCHITECTURES, KERNELS, OPTIONS, source
@@ -131,12 +129,19 @@ def attention_builds(card: Card) -> list[Build]:
     forms = itertools.product(("WARPS=1", "WARPS=2"), ("ALONE=0", "ALONE=1"))
     kinds = itertools.product(forms, ((0, 0), (1, 0), (1, 1)), ((), ("ONLY=1",), ("ONLY=8",)))
     builds += [("pieces", (*form, f"GATED={gated}", f"WINDOWED={w}", *only)) for form, (gated, w), only in kinds]
+    builds += [
+        ("pieces", (*form, f"GATED={gated}", "WINDOWED=0", "FOLDED=1")) for form, (gated, w), _ in kinds if not w
+    ]
     builds += [("to_cache", (f"D={d}", f"ALONE={one}")) for d in (128, 256) for one in (0, 1)] + [
         ("heads_to_cache", ())
     ]
     builds += [("attention", (*whole_tiles(card, 256)[0], "DIM=256", "IN_PARTS=1"))]
     turned = itertools.product(("WARPS=1", "WARPS=2"), ("ALONE=0", "ALONE=1"), (0, 1), (32, 64, 128))
-    builds += [("pieces", (*form, f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}")) for *form, gated, g in turned]
+    forms = [(*form, f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}") for *form, gated, g in turned]
+    builds += [("pieces", form) for form in forms]
+    if card.capability == 90:
+        builds += [("pieces", (*form, "FOLDED=1")) for form in forms if form[-1] == "TURN_VALUES=128"]
+        builds += [("pieces", (*form[:-1], "FOLDED=1")) for form in forms if form[-1] == "TURN_VALUES=128"]
     tiles = [t for d in (16, 64, 80, 128, 256) for t in splits(card, d)]
     builds += [("split", (*t, f"WINDOWED={w}", f"ALONE={alone}")) for t in tiles for w in (0, 1) for alone in (0, 1)]
     tiles = [t for d in (16, 64, 80, 128) for t in splits_of_64(card, d)]
@@ -144,8 +149,12 @@ def attention_builds(card: Card) -> list[Build]:
     tiles = [t for t, _, ctas in (one_row_tiles(card, d) for d in (64, 128, 256)) if ctas]
     builds += [("one_row", (*t, f"WINDOWED={w}", f"ALONE={alone}")) for t in tiles for w in (0, 1) for alone in (0, 1)]
     if card.capability == 90:
-        wide = [wide_tiles(card, d, 3 * n)[0] for d in (128, 256) for n in WIDE_GROUPS]
-        builds += [("wide", (*t, "WINDOWED=0", f"ALONE={alone}")) for t in wide for alone in (0, 1)]
+        builds += [
+            (kernel, (*t, "WINDOWED=0", f"ALONE={alone}"))
+            for d in (128, 256)
+            for kernel, t in of_warp_groups(card, d)
+            for alone in (0, 1)
+        ]
         tiles = [t for d in (128, 256) for t in (*splits(card, d), *splits_of_64(card, d))]
         builds += [("split", (*t, "TAILS=1", "WINDOWED=0", f"ALONE={alone}")) for t in tiles for alone in (0, 1)]
     builds += [("attention", defines) for defines in heads(card)]
@@ -153,6 +162,12 @@ def attention_builds(card: Card) -> list[Build]:
         ("choose_blocks", BLOCK_CHOICE)
     ]
     return builds
+
+
+def of_warp_groups(card: Card, width: int, packed: int = 0, keys: str = "f16") -> list[tuple[str, tuple[str, ...]]]:
+    """Kernels of warp groups for each number of rows, with definitions."""
+    found = [warp_groups(card, width, rows, packed, keys) for rows in (48, 96, 144, 256)]
+    return [(x.kernel, x.defines) for x in dict.fromkeys(found) if x]
 
 
 def packed_builds(card: Card) -> list[Build]:
@@ -180,10 +195,10 @@ def packed_builds(card: Card) -> list[Build]:
         for form in (formats, exact):
             tiles = splits_of_64(card, d, longest, form is exact)
             builds += [("split", (*t, *form, "WINDOWED=0", f"ALONE={alone}")) for t in tiles for alone in (0, 1)]
-            if not takes_wide(card, d, 96, keys.lower()):
+            groups = of_warp_groups(card, d, longest, keys.lower())
+            if not groups:
                 continue
-            wide = [wide_tiles(card, d, 3 * n, longest)[0] for n in WIDE_GROUPS]
-            builds += [("wide", (*t, *form, "WINDOWED=0", f"ALONE={alone}")) for t in wide for alone in (0, 1)]
+            builds += [(x, (*t, *form, "WINDOWED=0", f"ALONE={alone}")) for x, t in groups for alone in (0, 1)]
             tiles += splits(card, d, longest, form is exact)
             builds += [("split", (*t, *form, "TAILS=1", "WINDOWED=0", f"ALONE={n}")) for t in tiles for n in (0, 1)]
         if d in (128, 256) and {keys.lower(), values.lower()} <= ONE_ROW_CODES:

@@ -194,9 +194,10 @@ def test_larger_blocks_after_a_long_past(pair, ops, monkeypatch):
 @pytest.mark.parametrize(("H", "K", "D"), [(24, 4, 256), (24, 2, 128)])
 @pytest.mark.parametrize("pair", [*FEW, ("bf16", "lm2"), (NATIVE, "q8_0")], ids="/".join)
 def test_products_of_warp_groups(pair, H, K, D, counts, multiprocessors, ops, monkeypatch):
-    """Rows of trees after a long past have the bits of plain decoding; wide.cu computes the tiles without exact rows.
+    """Rows of trees after a long past have the bits of plain decoding.
 
-    After groups of several tiles, split.cu goes on where wide.cu ends within one.
+    tall.cu and wide.cu compute the tiles without exact rows. After groups of several tiles, split.cu goes on where
+    they end within one.
     """
     monkeypatch.setattr(replay, "LONG_PAST", 100)
     monkeypatch.setattr(ops, "context", on_multiprocessors(on_hopper(ops.context), multiprocessors))
@@ -210,7 +211,8 @@ def test_products_of_warp_groups(pair, H, K, D, counts, multiprocessors, ops, mo
         step, kv = ops.context.step_of(tree, many.state[0].kv.store), many.state[0].kv
         exact = open_exact(ops.context, kv, n, H, step)
         launches = pieces_launches(ops.context.card, kv, replace(step, long_past=True), H // K, exact, 0)
-        assert [x.name for x in launches] == (["wide", "split"] if n * H // K >= {256: 24, 128: 96}[D] else ["split"])
+        groups = "wide" if D == 256 else "tall"
+        assert [x.name for x in launches] == ([groups, "split"] if n * H // K >= {256: 24, 128: 48}[D] else ["split"])
         out = many.step(tree)
         for row in np.flatnonzero(tree.visible[n - 1]):
             assert np.array_equal(alone.chain(tree.tokens[row : row + 1])[0], out[row])

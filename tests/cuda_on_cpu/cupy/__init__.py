@@ -154,6 +154,36 @@ static void stmatrix_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
     });
 }
 """
+HOPPER_64 = r"""
+struct Products { float* d; const u32* a; u32 a_at, b_at; bool adds; };
+static void multiply_64(Products own) {  // a of registers, or of shared memory
+    together(&own, [](void** lanes) {
+        const auto element = [](u32 at) { return from_half(*(u16*)(block_memory + (at ^ (at >> 7 & 7) << 4))); };
+        for (int lane = 0; lane < 32; lane++) {
+            const Products& p = *(Products*)lanes[lane];
+            for (int i = 0; i < 32; i++) {
+                const int row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+                double sum = p.adds ? p.d[i] : 0;
+                for (int k = 0; k < 16; k++) {
+                    if (p.a) {
+                        const u32 pair = ((Products*)lanes[row % 8 * 4 + k % 8 / 2])->a[k / 8 * 2 + row / 8];
+                        sum += (double)from_half((u16)(pair >> k % 2 * 16)) * element(p.b_at + k * 128 + column * 2);
+                    } else {
+                        sum += (double)element(p.a_at + row * 128 + k * 2) * element(p.b_at + column * 128 + k * 2);
+                    }
+                }
+                p.d[i] = (float)sum;
+            }
+        }
+    });
+}
+static void wgmma_64(float (&d)[32], u32 a, u32 b, bool adds) {
+    multiply_64({d, nullptr, (a & 0x3fff) * 16 + threadIdx.x / 32 % 4 * 2048, (b & 0x3fff) * 16, adds});
+}
+static void wgmma_of_registers(float (&d)[32], const u32 (&a)[4], u32 b, bool adds) {
+    multiply_64({d, a, 0, (b & 0x3fff) * 16, adds});
+}
+"""
 WORDS_7_5 = r"""
 static void store_16(u32 to, uint4 v) { memcpy(block_memory + to, &v, 16); }
 static u32 add_shared(u32 at, u32 n) { u32& word = *(u32*)(block_memory + at); return (word += n) - n; }
@@ -203,7 +233,14 @@ def for_the_cpu(code: str, kernels: dict[str, tuple[str, ...]]) -> str:
         ours = {"store_16": WORDS_7_5, "mma_8x8": PRODUCT_7_5, "ldmatrix": LOADS}
     else:
         products = PRODUCT if "mma_bf16(" in code else FLOAT16
-        ours = {"barrier_init": RING, "mma": products, "copy16": COPIES, "ldmatrix": LOADS, "wgmma": HOPPER}
+        ours = {
+            "barrier_init": RING,
+            "mma": products,
+            "copy16": COPIES,
+            "ldmatrix": LOADS,
+            "wgmma": HOPPER,
+            "wgmma_64": HOPPER_64,
+        }
     replaced = IN_SIMT + re.findall(r"^static \w+ (\w+)\(", "".join(ours.values()), re.MULTILINE)
     for name, text in ours.items():  # stands before the function of that name, which it replaces with others
         code = text.join(re.split(rf"^(?=__device__ __forceinline__ void {name}\()", code, flags=re.MULTILINE))
