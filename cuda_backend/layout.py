@@ -330,9 +330,8 @@ def warp_groups(card: Card, width: int, rows: int, packed: int = 0, keys: str = 
     """
     if card.capability != 90 or keys == "turboquant" or rows < FEWEST_OF_WARP_GROUPS.get(width, math.inf):
         return None
-    if width == 128 or rows > 3 * WIDE_ROWS[-1]:
-        return tall_tiles(card, width, rows, packed)
-    return wide_tiles(card, width, rows, packed)
+    is_tall = width == 128 or (rows > 48 and 5 * -(-rows // 128) < 7 * -(-rows // 144))  # as measured: kernels/tall.cu
+    return tall_tiles(card, width, rows, packed) if is_tall else wide_tiles(card, width, rows, packed)
 
 
 def tall_tiles(card: Card, width: int, rows: int, packed: int = 0) -> WarpGroups:

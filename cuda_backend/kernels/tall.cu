@@ -6,8 +6,24 @@
 // Work      rows are (t, query head of the group), 64 for each warp group. A warp group never waits for another but the one that copies
 // Bound     a warp group's waits for its own results. Of a tile of WeDLM-8B with 128 rows, 2,850 cycles: products with keys 560,
 //           probabilities 910, products with values and sums 780, waits for tiles 410, ends of pieces 170. The tensor cores need 1,024
-//           for two warp groups, the exponentials 610
-// Tried     TRIED
+//           for two warp groups, the exponentials 610; sums of pieces of Qwen3.6-27B are more bytes than keys and values
+// Tried     us of `tall` per layer at 32K, one H200: variant against the kernel of that time
+//           64 rows, heads of 128:
+//             three warp groups of 64 rows -> a step 11.47 ms against 9.99: 256 rows are two blocks of 192
+//             queries in registers -> 9.82 ms against 9.93: no room for the sums of a run
+//             sums of a run in shared memory, not registers -> 127 against 119
+//             the next tile's keys multiplied before this one's values -> 139 against 123
+//             the same, and the two warp groups in turns -> 153 against 147
+//             one product with values in progress, not two -> 128 against 119
+//             no multiplication by a factor of 1 -> 129 against 119: without the branch it happens while the products are waited for
+//             rows of sums written whole, by way of shared memory -> 122 against 119
+//             consecutive pieces divided by positions alone -> 119 against 115: the end of a piece takes time, too
+//           64 rows, heads of 256:
+//             sums of a run added up in global memory -> 244 against 202
+//             consecutive pieces for each CTA without FOLDS -> 202 against 184
+//             rows of sums written whole, by way of shared memory -> 202 against 210
+//             `totals` in registers -> 184 against 172, and four of them spill
+//             wide.cu -> 233 against 172; 127 against 115 at 32 rows, 71 against 63 at 16, but 88 against 123 at 22: two blocks
 // Origin    FlashAttention-3 (Shah et al., arXiv 2407.08608)
 
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), CTAS)

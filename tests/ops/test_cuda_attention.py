@@ -226,8 +226,7 @@ def test_rows_of_trees_are_plain_behind_a_long_past(ops, monkeypatch):
     ("H", "K", "D", "kernel", "rows"),
     [
         (24, 4, 256, "wide", (4, 22)),
-        (8, 1, 256, "wide", (14,)),
-        (24, 4, 256, "tall", (30,)),
+        (8, 1, 256, "tall", (14, 30)),
         (16, 2, 128, "tall", (6, 12, 20)),
     ],
 )

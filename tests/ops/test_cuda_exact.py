@@ -202,7 +202,7 @@ def test_products_of_warp_groups(pair, H, K, D, counts, multiprocessors, ops, mo
     monkeypatch.setattr(replay, "LONG_PAST", 100)
     monkeypatch.setattr(ops, "context", on_multiprocessors(on_hopper(ops.context), multiprocessors))
     spec = spec_of(pair, K, D, **dict(zip(("calibration", "sinks", "recent"), counts, strict=True)))
-    for past, n in ((300, 9), (448, 20)):
+    for past, n in ((300, 9), (448, 22)):
         many, alone = Read(ops, spec, H), Read(ops, spec, H)
         for read in (many, alone):
             for start in range(0, past, 60):
@@ -211,8 +211,7 @@ def test_products_of_warp_groups(pair, H, K, D, counts, multiprocessors, ops, mo
         step, kv = ops.context.step_of(tree, many.state[0].kv.store), many.state[0].kv
         exact = open_exact(ops.context, kv, n, H, step)
         launches = pieces_launches(ops.context.card, kv, replace(step, long_past=True), H // K, exact, 0)
-        groups = "wide" if D == 256 else "tall"
-        assert [x.name for x in launches] == ([groups, "split"] if n * H // K >= {256: 24, 128: 48}[D] else ["split"])
+        assert [x.name for x in launches] == ["wide" if (D, n) == (256, 22) else "tall", "split"]
         out = many.step(tree)
         for row in np.flatnonzero(tree.visible[n - 1]):
             assert np.array_equal(alone.chain(tree.tokens[row : row + 1])[0], out[row])
