@@ -52,7 +52,7 @@ class JoinedStep(Step):
         parts  may be left out of a step of a pool
         """
         count = len(positions)
-        return cls(tokens, positions, _no_parents(count), np.array(slots, np.int32), parts, _single_rows(count))
+        return cls(tokens, positions, _no_parents(count), np.asarray(slots, np.int32), parts, _single_rows(count))
 
 
 @cache

@@ -357,6 +357,10 @@ class Pool(Protocol):
         """Make an empty state in a free slot; the slot is free again when the state is deleted."""
         ...
 
+    def commit_rows(self, states: Sequence[State]) -> None:
+        """Commit the one row that the last step had of each of these states, as `State.commit` does."""
+        ...
+
     @property
     def free_tokens(self) -> int | None:
         """Count the tokens for which shared memory is free; None: each sequence has memory for a whole context."""

@@ -107,6 +107,14 @@ class MultiGpuPool:
             with gpu.device:
                 pool.note_runs(step, runs)
 
+    def commit_rows(self, states: Sequence[State]) -> None:
+        """Commit the one row that the last step had of each of `states`."""
+        for gpu, pool in self.pools.items():
+            with gpu.device:
+                pool.commit_rows(states)
+        for state in states:
+            state.length += 1
+
     @property
     def calibrates(self) -> bool:
         return any(pool.calibrates for pool in self.pools.values())

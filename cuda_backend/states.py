@@ -106,6 +106,16 @@ class CudaPool:
         if self.pages and shorter:
             self.pages.truncate(slot, length)
 
+    def commit_rows(self, states: Sequence[State]) -> None:
+        """Commit the one row that the last step had of each of `states`."""
+        slots = [state.slot for state in states]
+        for store in self.stores:
+            if not store.appends:
+                for slot in slots:
+                    store.commit(slot, [0])
+        for slot in slots:
+            self.lengths[slot] += 1
+
     @property
     def free_tokens(self) -> int | None:
         """Count the tokens for which pages are free; None: each sequence has memory for all of its own."""

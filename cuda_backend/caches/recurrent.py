@@ -120,6 +120,8 @@ class Recurrent:
     newest  the store that the last step filled
     """
 
+    appends = False
+
     def __init__(
         self,
         kinds: Kinds,
