@@ -9,7 +9,7 @@ import struct
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,7 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
-from common.step import MAX_DECODE_ROWS, PAST, Repeated, Step, chain_parents
+from common.step import MAX_DECODE_ROWS, PAST, Repeated, Step
 from cuda_backend.arrays import Array
 from cuda_backend.launch import Graph, Stream
 from cuda_backend.memory import Arena, Memory
@@ -95,21 +95,22 @@ def chain_sees(T: int, is_block: bool) -> bytes:
 
 
 @cache
-def _chain(nbytes: int, T: int) -> bytes:
-    """Return the bytes of an Inputs with a chain of T rows of one sequence; all other fields are zero."""
-    return bytes(SEEN) + chain_sees(T, False).ljust(nbytes - SEEN, b"\0")
-
-
-@cache
 def _single_rows(nbytes: int, T: int) -> bytes:
     """Return the bytes of an Inputs with one row of each of T sequences; all other fields are zero."""
     before = bytes(SEEN) + T * chain_sees(1, False)
     return (before.ljust(RUN_OF, b"\0") + bytes(range(T))).ljust(nbytes, b"\0")
 
 
-def _put_rows(host: bytearray, step: Step, runs: Runs) -> list[int]:
-    """Write which rows of chains, trees or blocks see each other and their order; return `branches` of Runs.numbers."""
-    all_parents = None if step.parents is None else step.parents.tolist()
+@lru_cache(64)
+def _unbranched(nbytes: int, runs: Runs, is_block: bool) -> bytes:
+    """Return the bytes of an Inputs in which each run is a chain, or a block; all other fields are zero."""
+    host = bytearray(nbytes)
+    _put_rows(host, None if is_block else runs.chains.tolist(), runs)
+    return bytes(host)
+
+
+def _put_rows(host: bytearray, all_parents: list[int] | None, runs: Runs) -> list[int]:
+    """Write which rows see each other, and their order, by Step.parents; return `branches` of Runs.numbers."""
     sees, run_of, branches = list[bytes](), list[int](), [0] * len(runs)
 
     def put(at: int, data: bytes) -> None:
@@ -166,23 +167,25 @@ class Inputs:
     def upload(self, step: Step, of_runs: RunInputs) -> None:
         """Put a step together in host memory, and queue its copy to the device on the stream.
 
-        The most frequent steps, a chain of one sequence and one row of each of several, begin as copies of templates,
-        in which only the head, the path, the runs, positions and tokens are missing. Other steps begin as zeros.
+        Steps without trees that branch begin as copies of templates, in which only the head, the path, the runs,
+        positions and tokens are missing. Other steps begin as zeros.
         """
-        T, runs, nbytes = len(step), of_runs.runs, self.memory.nbytes
+        T, runs, nbytes, parents = len(step), of_runs.runs, self.memory.nbytes, step.parents
         branches: Sequence[int] = ()
         # bytes and arrays of Python, because the device waits for this code, and NumPy's records take twice as long
-        if T <= MAX_DECODE_ROWS and len(runs) == 1 and step.parents is chain_parents(T):
-            host = bytearray(_chain(nbytes, T))
+        if T > MAX_DECODE_ROWS:
+            host = bytearray(nbytes)
         elif one_row_each(step, runs):
             host = bytearray(_single_rows(nbytes, T))
+        elif parents is None or parents.tobytes() == runs.chains.tobytes():
+            host = bytearray(_unbranched(nbytes, runs, parents is None))
         else:
             host = bytearray(nbytes)
-            branches = _put_rows(host, step, runs) if T <= MAX_DECODE_ROWS else ()
+            branches = _put_rows(host, parents.tolist(), runs)
         HEAD.pack_into(host, 0, T, len(runs), of_runs.kept)
         if path := list(chain.from_iterable(of_runs.paths)):
             struct.pack_into(f"{len(path)}i", host, PATH, *path)
-        kind = 1 if T > MAX_DECODE_ROWS else 2 if step.parents is None else 0
+        kind = 1 if T > MAX_DECODE_ROWS else 2 if parents is None else 0
         host[RUNS : RUNS + 4 * NUMBERS * len(runs)] = runs.numbers(of_runs, kind, branches)
         host[END : END + 4 * T] = np.asarray(step.positions, np.int32).tobytes()
         size, on_host = END + 4 * self.rows, not isinstance(step.tokens, Array)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.errors import BimetalError
-from common.step import MAX_DECODE_ROWS, Step
+from common.step import MAX_DECODE_ROWS, PAST, Step
 
 MAX_RUNS = 64  # most sequences of a step: kernels/prelude.cuh
 NUMBERS = 12  # int32 of a Run there: slot, first, rows, past, from, to, path, path_length, kind, branches, 2 unused
@@ -32,6 +32,12 @@ class Runs(tuple[Run, ...]):
     @cached_property
     def slots(self) -> list[int]:
         return [run.slot for run in self]
+
+    @cached_property
+    def chains(self) -> np.ndarray:
+        """Return the parents of rows, (T,) int32, that follow one another in each run."""
+        rows = [row for _, first, rows in self for row in (PAST, *range(first, first + rows - 1))[:rows]]
+        return np.array(rows, np.int32)
 
     @cached_property
     def _numbers(self) -> "array[int]":
