@@ -422,7 +422,7 @@ class Engine:
             return _answered(chosen, [self._rows.alone(*asked[0])] if len(asked) == 1 else self._rows.together(asked))
 
         stretches = self._stretches_of(chosen)
-        return self._run(chosen, answers if stretches is None else stretches.launch)
+        return self._run(chosen, answers) if stretches is None else self._run(chosen, stretches.launch)
 
     def _stretches_of(self, chosen: list[Sequence]) -> Stretches | None:
         """Return the stretches of sequences that all ask for one; None, and end their others, if not all do."""

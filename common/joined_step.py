@@ -44,7 +44,7 @@ class JoinedStep(Step):
 
     @classmethod
     def of_single_rows(
-        cls, tokens: Any, positions: np.ndarray, slots: Sequence[int], parts: Sequence[Step] = ()
+        cls, tokens: Any, positions: np.ndarray, slots: Sequence[int] | np.ndarray, parts: Sequence[Step] = ()
     ) -> "JoinedStep":
         """Join steps of one row each, which continues the past of its own sequence.
 
