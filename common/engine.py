@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from contextlib import suppress
 from traceback import clear_frames, print_exc
-from typing import Any
+from typing import Any, TypeVar
 
 from common.decode.alone import drafted
-from common.decode.requests import ASKS_ROWS, Draft
+from common.decode.requests import ASKS_ROWS, Draft, Stretch
 from common.decode.speculative import new_tuner
 from common.decode.tuner import FIRST, SharedTuner, TunerShare
 from common.decoders import Speculation
@@ -29,12 +29,14 @@ from common.schedule import QUEUE, Schedule
 from common.sequence import Call, Sequence, Target
 from common.slot import Prefixes, Slot
 from common.slots import Slots
+from common.stretches import Stretches
 from common.suspended import Ended, Suspended
 from common.tokenizer import Tokenizer
 from common.warm_up import Size, warm_up
 
 DEFAULTS = GenerationOptions()
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bounds of a histogram
+T = TypeVar("T")
 Launched = tuple[Sequence, Any, Any]  # a sequence of a step, its request, and its answer or error
 
 
@@ -78,7 +80,8 @@ class Engine:
         self.step_tokens = Histogram(STEP_TOKENS)
         self.deliver: Callable[[], object] = lambda: None
         self._rows = RowRunner(decoding)
-        self._launched: deque[list[Launched]] = deque()  # steps of micro-batches whose answers are sent later
+        self._launched: deque[list[Launched] | Stretches] = deque()  # steps of micro-batches, answered later
+        self._stretches: list[Stretches] = []  # which the sequences of a step continue in its next one
         self._inbox: deque[Sequence] = deque()
         self._open: set[Sequence] = set()  # submitted, and not ended
         self._lock = threading.Lock()
@@ -143,8 +146,15 @@ class Engine:
     @property
     def _launches_next(self) -> bool:
         """Test whether the next turn begins by launching a step of decoding, without waiting for the device."""
+        if self._continues and not (self._inbox or self.suspended):
+            return True
         decodes = bool(self.running) and all([type(each.request) in ASKS_ROWS for each in self.running])
         return decodes and self.model.ops.runs_ahead and not (self._inbox or self.suspended)
+
+    @property
+    def _continues(self) -> bool:
+        """Test whether the next step has the sequences of the last one, all of them within a stretch."""
+        return len(self._stretches) == 1 and self._stretches[0].sequences == self.running
 
     def _turn(self) -> None:
         schedule, running = self.schedule, self.running
@@ -156,6 +166,10 @@ class Engine:
             self._make_room(error)
             return
         started = time.perf_counter()
+        if self._continues:
+            self._step(running)
+            schedule.has_decoded(time.perf_counter() - started)
+            return
         reader = schedule.reader(running)
         if reader is not None:
             self._finish_launched()  # the prompt's step may overwrite the rows of launched steps
@@ -363,13 +377,22 @@ class Engine:
         most = self.schedule.most_drafted(len(drafting), len(runs) - len(drafting)) if drafting else None
         for run in drafting:
             run.most_drafted = most
+        for stretches in self._stretches:
+            stretches.stop()
+        self._stretches.clear()
 
     def _draft(self, asking: list[Sequence]) -> None:
         """Answer the draft requests of sequences, which share the draft's passes."""
-        if len(asking) == 1:
-            self._hand_out(self._run(asking, lambda: [drafted(self.target.decoding, *asking[0].asked_draft)]))
-        else:
-            self._hand_out(self._run(asking, lambda: self._rows.drafted([each.asked_draft for each in asking])))
+
+        def drafts() -> list[Launched]:
+            asked = [each.asked_draft for each in asking]
+            if len(asked) == 1:
+                return _answered(asking, [drafted(self.target.decoding, *asked[0])])
+            return _answered(asking, self._rows.drafted(asked))
+
+        answered = self._run(asking, drafts)
+        if answered is not None:
+            self._hand_out(answered)
 
     def _step(self, chosen: list[Sequence]) -> None:
         """Run the rows that sequences requested.
@@ -377,16 +400,13 @@ class Engine:
         With several micro-batches, answers are sent only after a step of each micro-batch was launched, because a
         decoder may wait for its tokens.
         """
-        if any(each in chosen for step in self._launched for each, _, _ in step):
+        if self._launched and any(each in chosen for step in self._launched for each in _sequences_of(step)):
             self._finish_launched()
             chosen = [each for each in chosen if each in self.running and type(each.request) in ASKS_ROWS]
             if not chosen:
                 return
-        if len(chosen) == 1:
-            launched = self._run(chosen, lambda: [self._rows.alone(*chosen[0].asked_rows)])
-        else:
-            launched = self._run(chosen, lambda: self._rows.together([each.asked_rows for each in chosen]))
-        if launched:
+        launched = self._launch(chosen)
+        if launched is not None:
             self._launched.append(launched)
         self.deliver()
         left = self.schedule.batches - 1
@@ -394,28 +414,52 @@ class Engine:
             left = 0
         self._finish_launched(left)
 
-    def _run(self, asking: list[Sequence], run: Callable[[], List[Any]]) -> list[Launched]:
-        """Launch `run`; return each sequence of `asking` with its request and its answer, or its error."""
-        answers: List[Any]
+    def _launch(self, chosen: list[Sequence]) -> list[Launched] | Stretches | None:
+        """Launch the rows that sequences requested; None if that failed."""
+
+        def answers() -> list[Launched]:
+            asked = [each.asked_rows for each in chosen]
+            return _answered(chosen, [self._rows.alone(*asked[0])] if len(asked) == 1 else self._rows.together(asked))
+
+        stretches = self._stretches_of(chosen)
+        return self._run(chosen, answers) if stretches is None else self._run(chosen, stretches.launch)
+
+    def _stretches_of(self, chosen: list[Sequence]) -> Stretches | None:
+        """Return the stretches of sequences that all ask for one; None, and end their others, if not all do."""
+        for each in self._stretches:
+            if each.sequences == chosen:
+                return each
+        for each in [each for each in self._stretches if not set(chosen).isdisjoint(each.sequences)]:
+            self._stretches.remove(each)
+            each.stop()
+        if not all(type(each.request) is Stretch for each in chosen):
+            return None
+        self._stretches.append(Stretches(self._rows, chosen))
+        return self._stretches[-1]
+
+    def _run(self, asking: list[Sequence], run: Callable[[], T]) -> T | None:
+        """Return the result of `run`. If it fails, return None: the sequences have ended, or memory has been freed."""
         try:
-            answers = run()
+            return run()
         except NoRoomError as error:
             self._make_room(error)
-            return []
         except BimetalError as error:
-            answers = [error for _ in asking]
+            for each in asking:
+                self._end(each, error)
         except Exception as error:
             self._fail(error)
-            return []
-        return [(each, each.request, answer) for each, answer in zip(asking, answers, strict=True)]
+        return None
 
     def _finish_launched(self, left: int = 0) -> None:
         """Send answers to the sequences of launched steps, except of the last `left` steps."""
         while len(self._launched) > left:
             self._hand_out(self._launched.popleft())
 
-    def _hand_out(self, launched: list[Launched]) -> None:
+    def _hand_out(self, launched: list[Launched] | Stretches) -> None:
         """Send sequences their answers."""
+        if isinstance(launched, Stretches):
+            self._hand_out_tokens(launched)
+            return
         new, begins = 0, False
         for sequence, request, answer in launched:
             if sequence.request is not request:  # it has ended
@@ -427,6 +471,24 @@ class Engine:
             else:
                 self._advance(sequence, answer)
             new += sequence.new
+        self._note_tokens(new, begins)
+
+    def _hand_out_tokens(self, stretches: Stretches) -> None:
+        """Hand out the tokens before a step, and continue the sequences whose stretch has ended."""
+        ended, new, begins = stretches.hand_out()
+        for each, error in ended:
+            self._end(each, error)
+        if not stretches.left:
+            if stretches in self._stretches:
+                self._stretches.remove(stretches)
+            for each in stretches.settle():
+                new -= each.new
+                self._advance(each, None)
+                new += each.new
+        self._note_tokens(new, begins)
+
+    def _note_tokens(self, new: int, begins: bool) -> None:
+        """Count the new tokens of a step; `begins` states whether one of them is a reply's first."""
         if new:
             self.step_tokens.observe(new)
         if begins:  # a first token is delivered without waiting for another launch
@@ -468,3 +530,11 @@ class Engine:
             self._end(sequence, failed)
         self._rows = RowRunner(self.target.decoding)
         self.memory.renew()
+
+
+def _answered(asking: list[Sequence], answers: List[Any]) -> list[Launched]:
+    return [(each, each.request, answer) for each, answer in zip(asking, answers, strict=True)]
+
+
+def _sequences_of(launched: list[Launched] | Stretches) -> list[Sequence]:
+    return launched.sequences if isinstance(launched, Stretches) else [sequence for sequence, _, _ in launched]

@@ -6,10 +6,10 @@ Ops that read or write a state run once per sequence, over its rows; all others 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,24 +35,41 @@ class JoinedStep(Step):
         positions = np.concatenate([part.positions for part in parts])
         if len(positions) == len(parts):
             return cls.of_single_rows(tokens, positions, slots, parts)
-        sizes = [len(part) for part in parts]
-        starts = [0, *accumulate(sizes)]
-        runs, parents = [slice(a, b) for a, b in pairwise(starts)], None
+        places = _places(tuple([len(part) for part in parts]), tuple(slots))
+        parents = None
         if parts[0].parents is not None:
             parents = np.concatenate([part.parents for part in parts])
-            parents += np.repeat(np.array(starts[:-1], np.int32), sizes) * (parents != PAST)
-        return cls(tokens, positions, parents, np.repeat(np.array(slots, np.int32), sizes), parts, runs)
+            parents += places.firsts * (parents != PAST)
+        return cls(tokens, positions, parents, places.slots, parts, places.runs)
 
     @classmethod
     def of_single_rows(
-        cls, tokens: Any, positions: np.ndarray, slots: Sequence[int], parts: Sequence[Step] = ()
+        cls, tokens: Any, positions: np.ndarray, slots: Sequence[int] | np.ndarray, parts: Sequence[Step] = ()
     ) -> "JoinedStep":
         """Join steps of one row each, which continues the past of its own sequence.
 
         parts  may be left out of a step of a pool
         """
         count = len(positions)
-        return cls(tokens, positions, _no_parents(count), np.array(slots, np.int32), parts, _single_rows(count))
+        return cls(tokens, positions, _no_parents(count), np.asarray(slots, np.int32), parts, _single_rows(count))
+
+
+class Places(NamedTuple):
+    """The slot and the first row of each row's sequence, (T,) int32, and the rows of each sequence."""
+
+    slots: np.ndarray
+    firsts: np.ndarray
+    runs: list[slice]
+
+
+@lru_cache(64)  # drafts of several replies often keep their sizes from one step to the next
+def _places(sizes: tuple[int, ...], slots: tuple[int, ...]) -> Places:
+    """Place sequences with so many rows each in one step; the arrays are read-only."""
+    starts = [0, *accumulate(sizes)]
+    arrays = [np.repeat(np.array(each, np.int32), sizes) for each in (slots, starts[:-1])]
+    for array in arrays:
+        array.flags.writeable = False
+    return Places(arrays[0], arrays[1], [slice(a, b) for a, b in pairwise(starts)])
 
 
 @cache

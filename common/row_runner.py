@@ -1,6 +1,6 @@
 """Run the rows and drafts that decoders request, for several sequences in one joined step if the backend can."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from common.decode.alone import computed
 from common.decode.plain import target_of
-from common.decode.requests import EVERY, Computed, Draft, Rows, Stretch
+from common.decode.requests import EVERY, THE_ROW, Computed, Draft, Rows, Stretch
 from common.errors import BimetalError, NotFiniteError
 from common.joined_step import JoinedState, JoinedStep, joined
 from common.models import Model
@@ -36,14 +36,13 @@ class RowRunner:
         """Run a step with the rows of one sequence."""
         rows = _rows_of(asked)
         model = self.target if rows.target_only else self.model
-        step = rows.step if type(rows.step.tokens) is not Handle else _by_itself(rows.step)
+        step = rows.step
+        if type(step.tokens) is Handle:
+            step = replace(step, tokens=tokens_of(self.ops, [step.tokens]))
         return computed(self.ops, model.forward(state, step), rows)
 
     def together(self, asked: Sequence[tuple[State, Rows | Stretch]]) -> Sequence[Computed | Exception]:
         """Run a step with the rows of each sequence; an error of one sequence becomes the result of that sequence."""
-        stretches = [each for _, each in asked if type(each) is Stretch]
-        if len(stretches) == len(asked):
-            return self._stretched([state for state, _ in asked], stretches)
         states, rows = [state for state, _ in asked], [_rows_of(each) for _, each in asked]
         kinds = [_kind(each) for each in rows]
         if kinds == sorted(kinds):
@@ -52,18 +51,24 @@ class RowRunner:
         answers = self._together([states[i] for i in order], [rows[i] for i in order], sorted(kinds))
         return [answer for _, answer in sorted(zip(order, answers, strict=True), key=lambda pair: pair[0])]
 
-    def _stretched(self, states: list[State], asked: list[Stretch]) -> list[Computed]:
-        """Run a step with one row of each sequence, and draw a token for each."""
-        tokens = tokens_of(self.ops, [each.token for each in asked])
-        if states[0].pool is None:
-            step = JoinedStep.of([each.rows().step for each in asked], tokens)
-        else:  # which asks for no sequence's own step
-            positions = np.array([state.length for state in states], np.int32)
-            step = JoinedStep.of_single_rows(tokens, positions, [state.slot for state in states])
-        logits = self._logits(states, step, [True] * len(asked))
-        samplers = Samplers([(each.run.sampler, 1) for each in asked])
-        found = StepResults(self.ops, self.ops.sample(logits, samplers))
-        return [Computed(LogitRows(logits, at.start, at.stop), Handle(found, at)) for at in step.runs]
+    def single_rows(self, states: list[State]) -> Callable[[Any, np.ndarray], Array]:
+        """Return a function of tokens and positions, (n,) int32, which computes the logits of a row of each state.
+
+        The draft's rows may be left out.
+        """
+        pool, forward = cast(Any, states[0].pool), self.target.forward
+        if len(states) == 1:
+            (state,) = states
+            return lambda tokens, positions: forward(state, Step.chain(tokens, int(positions[0])))
+        if pool is not None:  # which asks for no sequence's own step
+            slots = np.array([state.slot for state in states], np.int32)
+            return lambda tokens, positions: forward(pool, JoinedStep.of_single_rows(tokens, positions, slots))
+
+        def joined_forward(tokens: Any, positions: np.ndarray) -> Array:
+            parts = [Step.chain(THE_ROW, at) for at in positions.tolist()]
+            return self._logits(states, JoinedStep.of(parts, tokens), [True] * len(states))
+
+        return joined_forward
 
     def _logits(self, states: list[State], step: JoinedStep, without_draft: list[bool]) -> Array:
         """Run a step; the draft's rows of those `without_draft` may be left out."""
@@ -294,7 +299,6 @@ class StepResults:
 
     def __init__(self, ops: Ops, *arrays: Array, host: tuple[np.ndarray, ...] | None = None):
         self.ops, self.arrays, self._host = ops, arrays, host
-        self._tokens: list[int] | None = None
 
     def read(self, number: int, rows: slice) -> np.ndarray:
         """Return rows of array `number` on the host."""
@@ -305,14 +309,18 @@ class StepResults:
                 return self.ops.read(self.arrays[number][rows])
         return self._host[number][rows]
 
-    def token(self, rows: slice) -> int:
-        """Return the first of `rows` of tokens."""
-        if self._tokens is None:
-            first = self.read(0, rows)
-            if self._host is None:
-                return int(first[0])
-            self._tokens = self._host[0].tolist()
-        return self._tokens[rows.start]
+    def tokens(self) -> list[int | Exception]:
+        """Return all tokens; an error in place of a token whose logits hold NaN."""
+        try:
+            return self.read(0, EVERY).tolist()
+        except NotFiniteError:
+            return [self._token(at) for at in range(len(self.arrays[0]))]
+
+    def _token(self, at: int) -> int | Exception:
+        try:
+            return int(self.read(0, slice(at, at + 1))[0])
+        except NotFiniteError as error:
+            return error
 
 
 class Handle:
@@ -345,9 +353,7 @@ def read(ops: Ops, of: Sequence[Any]) -> tuple[np.ndarray, ...]:
 
 def token_of(ops: Ops, handle: Any) -> int:
     """Bring the one token of a Handle or of an array of the backend to the host."""
-    if type(handle) is Handle:
-        return handle.results.token(handle.rows)
-    return int(ops.read(handle)[0])
+    return int(handle.read()[0] if type(handle) is Handle else ops.read(handle)[0])
 
 
 def array_of(logits: Any) -> Array:
@@ -355,19 +361,15 @@ def array_of(logits: Any) -> Array:
     return logits.cut() if type(logits) is LogitRows else logits
 
 
-def _by_itself(step: Step) -> Step:
-    """Replace a step's Handle of tokens by the backend's array, for a step that runs alone."""
-    tokens = step.tokens
-    return replace(step, tokens=tokens.results.arrays[tokens.number][tokens.rows])
-
-
 def tokens_of(ops: Ops, of: Sequence[Any]) -> Any:
     """Join the tokens of each of several sequences.
 
-    If they are all tokens that one joined step chose, in its order, the result is its array on the device: the next
-    step can then be launched before the host knows its tokens. Else the tokens are copied to the host.
+    If they are of one sequence, or all tokens that one joined step chose, in its order, the result is an array on the
+    device: the next step can then be launched before the host knows its tokens. Else they are copied to the host.
     """
     first = of[0]
+    if len(of) == 1:
+        return first if type(first) is not Handle else first.results.arrays[first.number][first.rows]
     if type(first) is Handle:
         results, at = first.results, 0
         for tokens in of:

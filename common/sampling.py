@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -200,10 +201,12 @@ class Samplers:
 
     of         (sampler, rows) of each sequence
     is_argmax  whether all rows take their largest logit
+    prepared   place for a backend's form of the samplers, which may serve several steps
     """
 
     def __init__(self, of: Sequence[tuple[Sampler, int]]):
         self.of = of
+        self.prepared: Any = None
         self.is_argmax = all([sampler.is_argmax for sampler, _ in of])
 
     @property

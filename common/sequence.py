@@ -292,11 +292,11 @@ class Sequence:
     def advance(self, answer: Any) -> bool:
         """Send the decoder the answer to its request, and handle its requests until it needs rows or a draft.
 
-        Returns False at the end of the reply.
+        The answer is None to a stretch whose tokens have been handed out. Returns False at the end of the reply.
         """
         decoder, ops, stretch = self.decoder, self.target.model.ops, self.request
         assert decoder is not None
-        if type(stretch) is Stretch:
+        if type(stretch) is Stretch and answer is not None:
             token = token_of(ops, stretch.token)
             stretch.note(token)
             if not self.take(token, stretch.row):

@@ -69,14 +69,14 @@ class Step:
         """Make a step of the rows of a token tree; a row's position is `start` plus its depth."""
         rows = parents.tolist() if isinstance(parents, np.ndarray) else list(parents)
         T, positions = len(rows), list[int]()
+        if len(tokens) == T <= MAX_DECODE_ROWS and rows == list(range(PAST, T - 1)):
+            return cls.chain(tokens, start, slot)
         for row, parent in enumerate(rows):
             if not PAST <= parent < row:
                 break
             positions.append(start if parent == PAST else positions[parent] + 1)
         if not len(tokens) == T == len(positions):
             raise ValueError(f"parents must list, for each of {len(tokens)} rows, PAST or an earlier row: {parents}")
-        if T <= MAX_DECODE_ROWS and rows == list(range(PAST, T - 1)):
-            return cls.chain(tokens, start, slot)
         return cls(tokens, np.array(positions, np.int32), np.array(rows, np.int32), _of_slot(T, slot))
 
     @classmethod
@@ -355,6 +355,10 @@ class Pool(Protocol):
 
     def new_state(self) -> State:
         """Make an empty state in a free slot; the slot is free again when the state is deleted."""
+        ...
+
+    def commit_rows(self, states: Sequence[State]) -> None:
+        """Commit the one row that the last step had of each of these states, as `State.commit` does."""
         ...
 
     @property

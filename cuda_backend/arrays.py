@@ -26,6 +26,7 @@ class Array:
     best      address of the largest keys of a step's logits, if kernels/sample.cu found them, else 0
     arrival   host memory to which its numbers, and those of the next array that `read_all` reads with it, are also
               written; None: `read` copies them
+    record    the struct by which kernels read a computed array, if it has been made: views.py `view`
     """
 
     __slots__ = (
@@ -38,6 +39,7 @@ class Array:
         "owner",
         "partial_stride",
         "partials",
+        "record",
         "shape",
         "strides",
     )
@@ -58,6 +60,7 @@ class Array:
         self.shape = tuple(shape)
         self.needs, self.best = needs, 0
         self.arrival: Arrival | None = None
+        self.record: np.ndarray | None = None
         self.strides = tuple(strides) if strides is not None else contiguous(self.shape)
         self._address, self.lazy, self.owner, self.dtype = address, lazy, owner, dtype
         self.partials, self.partial_stride = partials, partial_stride
@@ -70,6 +73,10 @@ class Array:
         """Run the op that produces the array, if it has not run."""
         if not self._address and self.lazy:
             self.lazy.as_dense()
+
+    @property
+    def is_computed(self) -> bool:
+        return bool(self._address)
 
     @property
     def size(self) -> int:

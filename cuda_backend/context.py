@@ -19,9 +19,9 @@ from cuda_backend.launch import Stream
 from cuda_backend.memory import Arena, Memory, upload
 from cuda_backend.occupancy import Card
 from cuda_backend.prototypes import ROPE
-from cuda_backend.replay import DeviceStep, Replay, RunInput, long_past, one_row_each
+from cuda_backend.replay import DeviceStep, Replay, long_past, one_row_each
 from cuda_backend.routing_replay import Routing
-from cuda_backend.runs import runs_of
+from cuda_backend.runs import RunInputs, runs_of
 from cuda_backend.segments import Shape
 from cuda_backend.to_host import ToHost
 
@@ -72,20 +72,19 @@ class Context:
             if recurrent and step.is_block:
                 raise BimetalError(NO_ORDER)
             return step
-        runs, kept = runs_of(step), 0
+        runs = runs_of(step)
         if not isinstance(store, Recurrent) and store.pages:
             store.pages.hold_runs(runs, store.lengths)
         if isinstance(store, Recurrent):
             store.note_step(step, runs)
-            kept, inputs = store.store_of_paths, [RunInput(run, 0, *store.input(run.slot)) for run in runs]
+            inputs = store.inputs(runs, [0] * len(runs))
         else:
-            inputs = [RunInput(run, store.lengths[run.slot]) for run in runs]
+            inputs = RunInputs(runs, [store.lengths[slot] for slot in runs.slots])
             if isinstance(store, KVStore):
                 store.note_step(runs)
         replay = self.replay
-        pasts = [run.past for run in inputs]
-        shape = Shape(len(step), len(runs), one_row_each(step, runs), long_past(step, pasts))
-        return replay.uploaded(replay.inputs_for(step, own=True), shape, step, kept, inputs)
+        shape = Shape(len(step), len(runs), one_row_each(step, runs), long_past(step, inputs.pasts))
+        return replay.uploaded(replay.inputs_for(step, own=True), shape, step, inputs)
 
     def rope_of(self, rope: Rope | None, positions: Array | None) -> np.ndarray:
         """Return the rope of rows at `positions` as kernels read it: prelude.cuh Rope."""

@@ -11,7 +11,7 @@ from common.step import Parts, Shape, State, Step
 from cuda_backend.memory import room
 from cuda_backend.relay import Gpu
 from cuda_backend.replay import graphs
-from cuda_backend.runs import Run
+from cuda_backend.runs import Runs
 from cuda_backend.states import CudaPool, CudaState
 
 
@@ -97,15 +97,23 @@ class MultiGpuPool:
         free = [tokens for pool in self.pools.values() if (tokens := pool.free_tokens) is not None]
         return min(free, default=None)
 
-    def runs(self, step: Step) -> Sequence[Run]:
+    def runs(self, step: Step) -> Runs:
         """Return the rows of each sequence of a step, whose `slots` are the pool's."""
         return self.first.runs(step)
 
-    def note_runs(self, step: Step, runs: Sequence[Run]) -> None:
+    def note_runs(self, step: Step, runs: Runs) -> None:
         """Note a step before its launch, and its runs; NoRoomError if pages for its rows are short."""
         for gpu, pool in self.pools.items():
             with gpu.device:
                 pool.note_runs(step, runs)
+
+    def commit_rows(self, states: Sequence[State]) -> None:
+        """Commit the one row that the last step had of each of `states`."""
+        for gpu, pool in self.pools.items():
+            with gpu.device:
+                pool.commit_rows(states)
+        for state in states:
+            state.length += 1
 
     @property
     def calibrates(self) -> bool:
@@ -150,7 +158,7 @@ class MultiGpuState(State):
     def calibrates(self) -> bool:
         return self.pool.calibrates
 
-    def runs(self, step: Step) -> list[Run]:
+    def runs(self, step: Step) -> Runs:
         """Return the rows of a step, all of this sequence, whatever slot they name."""
         return next(iter(self.shares.values())).runs(step)
 

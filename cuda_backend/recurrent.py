@@ -14,8 +14,7 @@ from cuda_backend.context import Context
 from cuda_backend.launch import kernel
 from cuda_backend.layout import delta_saved, padded, saved_bytes
 from cuda_backend.lazy import Lazy, Op, Target
-from cuda_backend.replay import RunInput
-from cuda_backend.runs import Run
+from cuda_backend.runs import Run, Runs
 from cuda_backend.tree_order import BEFORE
 from cuda_backend.views import NOTHING, float4_aligned, out_of, packed_only, view
 
@@ -161,8 +160,9 @@ def _float4_rows(context: Context, x: Array) -> Array:
 def apply_paths(context: Context, recurrent: Recurrent, slots: Sequence[int]) -> None:
     """Apply the committed paths of `slots` in every layer, by a step without rows."""
     inputs, n = context.replay.small, len(slots)
-    runs = [RunInput(Run(slot, i, 0), 0, *recurrent.input(slot)) for i, slot in enumerate(slots)]
-    inputs.upload(Step.chain(np.empty(0, np.int32), 0), recurrent.pairs[slots[0]].at, runs)
+    runs = Runs(Run(slot, i, 0) for i, slot in enumerate(slots))
+    kept = recurrent.pairs[slots[0]].at
+    inputs.upload(Step.chain(np.empty(0, np.int32), 0), recurrent.inputs(runs, [0] * n)._replace(kept=kept))
     for layer in recurrent.layers():
         if isinstance(layer, Conv):
             _conv(context, NOTHING, Taps(layer, 0), inputs.memory.address, n, 0)

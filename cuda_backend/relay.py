@@ -15,7 +15,7 @@ from cuda_backend.launch import Graph
 from cuda_backend.memory import Memory
 from cuda_backend.ops import CudaOps
 from cuda_backend.replay import DeviceStep, check, shape_of, table_of
-from cuda_backend.runs import Run
+from cuda_backend.runs import Runs
 from cuda_backend.segments import HostCall, Program, Segment, run_step
 
 
@@ -133,7 +133,7 @@ class Relay:
     def __init__(self, gpus: Sequence[Gpu]):
         self.gpus = gpus
         self.lent: list[tuple[Gpu, Gpu]] = []  # GPUs whose sampled tokens others copy in the current step
-        self.running: tuple[Any, Step, list[Run]] | None = None
+        self.running: tuple[Any, Step, Runs] | None = None
         self.here: Gpu | None = None
         self.steps: dict[Gpu, DeviceStep] = {}
         self.segments: list[Segment] | None = None

@@ -9,19 +9,19 @@ import struct
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import cupy
 import numpy as np
 
 from common.errors import BimetalError
-from common.step import MAX_DECODE_ROWS, PAST, Repeated, Step, chain_parents
+from common.step import MAX_DECODE_ROWS, PAST, Repeated, Step
 from cuda_backend.arrays import Array
 from cuda_backend.launch import Graph, Stream
 from cuda_backend.memory import Arena, Memory
-from cuda_backend.runs import MAX_RUNS, Run
+from cuda_backend.runs import MAX_RUNS, NUMBERS, Run, RunInputs, Runs
 from cuda_backend.segments import Program, Shape, run_step
 from cuda_backend.tree_order import depth_first, lines
 
@@ -35,7 +35,6 @@ LONG_PROGRAMS = 32  # captured long steps that are kept, per function
 
 # kernels/prelude.cuh StepState: its leading numbers, the offsets of its other fields, and its end
 HEAD = struct.Struct("3i")  # rows, runs, kept
-RUN = struct.Struct("10i8x")  # slot, first, rows, past, from, to, path, path_length, kind, branches
 PATH = 64
 SEEN = PATH + 4 * MAX_DECODE_ROWS
 SEEN_BYTES = -(-MAX_DECODE_ROWS // 32) * 4  # bytes per row
@@ -44,17 +43,7 @@ MOVES = LINE + 4 * MAX_DECODE_ROWS
 PARENTS = MOVES + MAX_DECODE_ROWS
 RUN_OF = PARENTS + MAX_DECODE_ROWS
 RUNS = RUN_OF + MAX_DECODE_ROWS + 8
-END = RUNS + MAX_RUNS * RUN.size
-
-
-class RunInput(NamedTuple):
-    """A run as kernels read it: committed positions, recurrent states to read and write, and its path."""
-
-    run: Run
-    past: int
-    source: int = 0
-    target: int = 0
-    path: Sequence[int] = ()
+END = RUNS + MAX_RUNS * 4 * NUMBERS
 
 
 @dataclass(frozen=True)
@@ -106,22 +95,44 @@ def chain_sees(T: int, is_block: bool) -> bytes:
 
 
 @cache
-def _chain(nbytes: int, T: int) -> bytes:
-    """Return the bytes of an Inputs with a chain of T rows of one sequence; all other fields are zero."""
-    return bytes(SEEN) + chain_sees(T, False).ljust(nbytes - SEEN, b"\0")
-
-
-@cache
 def _single_rows(nbytes: int, T: int) -> bytes:
     """Return the bytes of an Inputs with one row of each of T sequences; all other fields are zero."""
     before = bytes(SEEN) + T * chain_sees(1, False)
     return (before.ljust(RUN_OF, b"\0") + bytes(range(T))).ljust(nbytes, b"\0")
 
 
-@cache
-def _runs(count: int) -> struct.Struct:
-    """Return the struct of `count` runs one after another."""
-    return struct.Struct(count * RUN.format)
+@lru_cache(64)
+def _unbranched(nbytes: int, runs: Runs, is_block: bool) -> bytes:
+    """Return the bytes of an Inputs in which each run is a chain, or a block; all other fields are zero."""
+    host = bytearray(nbytes)
+    _put_rows(host, None if is_block else runs.chains.tolist(), runs)
+    return bytes(host)
+
+
+def _put_rows(host: bytearray, all_parents: list[int] | None, runs: Runs) -> list[int]:
+    """Write which rows see each other, and their order, by Step.parents; return `branches` of Runs.numbers."""
+    sees, run_of, branches = list[bytes](), list[int](), [0] * len(runs)
+
+    def put(at: int, data: bytes) -> None:
+        host[at : at + len(data)] = data
+
+    for number, (_, first, rows) in enumerate(runs):
+        # a single row continues the past: its parents need not be read
+        parents = None if all_parents is None or rows == 1 else all_parents[first : first + rows]
+        if parents is not None and first:
+            parents = [parent if parent == PAST else parent - first for parent in parents]
+        is_chain = parents is None or parents == list(range(PAST, rows - 1))
+        sees.append(chain_sees(rows, parents is None) if is_chain else seen(parents, rows))
+        run_of += [number] * max(rows, 1)
+        if parents is not None and not is_chain:
+            order, moves, after = depth_first(parents)
+            branches[number] = 1
+            put(LINE + 4 * first, bytes(chain.from_iterable(lines(order, after))))
+            put(MOVES + first, bytes(moves))
+            put(PARENTS + first, bytes(i % 256 for i in after))
+    put(SEEN, b"".join(sees))
+    put(RUN_OF, bytes(run_of))
+    return branches
 
 
 class Inputs:
@@ -131,7 +142,7 @@ class Inputs:
         PATH                   committed rows of the preceding step, of all runs
         SEEN                   for each row a bit mask of the rows that it sees
         LINE, MOVES, PARENTS   the order in which recurrent layers compute the rows of trees
-        RUN_OF, RUNS           the run of each row, and the runs: RUN
+        RUN_OF, RUNS           the run of each row, and the runs: Runs.numbers
         END                    positions, then tokens, `rows` int32 each
 
     `upload` writes this memory before each step: one copy for what the host knows, another one for tokens that the
@@ -153,60 +164,35 @@ class Inputs:
         self.sampled = tokens
         return self.tokens
 
-    def upload(self, step: Step, kept: int, runs: Sequence[RunInput]) -> None:
+    def upload(self, step: Step, of_runs: RunInputs) -> None:
         """Put a step together in host memory, and queue its copy to the device on the stream.
 
-        The most frequent steps, a chain of one sequence and one row of each of several, begin as copies of templates,
-        in which only the head, the path, the runs, positions and tokens are missing. Other steps begin as zeros.
-
-        kept  the store that holds the rows of paths
+        Steps without trees that branch begin as copies of templates, in which only the head, the path, the runs,
+        positions and tokens are missing. Other steps begin as zeros.
         """
-        T = len(step)
-        is_one_chain = T <= MAX_DECODE_ROWS and len(runs) == 1 and step.parents is chain_parents(T)
-        has_begun = is_one_chain or 1 < T == len(runs)
-        # bytes and struct, because the device waits for this code, and NumPy's records take twice as long
-        if has_begun:
-            host = bytearray((_chain if is_one_chain else _single_rows)(self.memory.nbytes, T))
+        T, runs, nbytes, parents = len(step), of_runs.runs, self.memory.nbytes, step.parents
+        branches: Sequence[int] = ()
+        # bytes and arrays of Python, because the device waits for this code, and NumPy's records take twice as long
+        if T > MAX_DECODE_ROWS:
+            host = bytearray(nbytes)
+        elif one_row_each(step, runs):
+            host = bytearray(_single_rows(nbytes, T))
+        elif parents is None or parents.tobytes() == runs.chains.tobytes():
+            host = bytearray(_unbranched(nbytes, runs, parents is None))
         else:
-            host = bytearray(self.memory.nbytes)
-
-        def put(at: int, data: bytes) -> None:
-            host[at : at + len(data)] = data
-
-        kind = 1 if T > MAX_DECODE_ROWS else 2 if step.parents is None else 0
-        all_parents = None if step.parents is None or has_begun or T > MAX_DECODE_ROWS else step.parents.tolist()
-        paths, fields, sees, run_of = list[int](), list[int](), list[bytes](), list[int]()
-        HEAD.pack_into(host, 0, T, len(runs), kept)
-        for number, ((slot, first, rows), past, source, target, path) in enumerate(runs):
-            branches = 0
-            if T <= MAX_DECODE_ROWS and not has_begun:
-                # a single row continues the past: its parents need not be read
-                parents = None if all_parents is None or rows == 1 else all_parents[first : first + rows]
-                if parents is not None and first:
-                    parents = [parent if parent == PAST else parent - first for parent in parents]
-                is_chain = parents is None or parents == list(range(PAST, rows - 1))
-                sees.append(chain_sees(rows, parents is None) if is_chain else seen(parents, rows))
-                run_of += [number] * max(rows, 1)
-                if parents is not None and not is_chain:
-                    order, moves, after = depth_first(parents)
-                    branches = 1
-                    put(LINE + 4 * first, bytes(chain.from_iterable(lines(order, after))))
-                    put(MOVES + first, bytes(moves))
-                    put(PARENTS + first, bytes(i % 256 for i in after))
-            fields += slot, first, rows, past, source, target, len(paths), len(path), kind, branches
-            paths += path
-        _runs(len(runs)).pack_into(host, RUNS, *fields)
-        if paths:
-            struct.pack_into(f"{len(paths)}i", host, PATH, *paths)
-        if not has_begun:
-            put(SEEN, b"".join(sees))
-            put(RUN_OF, bytes(run_of))
-        put(END, np.asarray(step.positions, np.int32).tobytes())
-        on_host = not isinstance(step.tokens, Array)
+            host = bytearray(nbytes)
+            branches = _put_rows(host, parents.tolist(), runs)
+        HEAD.pack_into(host, 0, T, len(runs), of_runs.kept)
+        if path := list(chain.from_iterable(of_runs.paths)):
+            struct.pack_into(f"{len(path)}i", host, PATH, *path)
+        kind = 1 if T > MAX_DECODE_ROWS else 2 if parents is None else 0
+        host[RUNS : RUNS + 4 * NUMBERS * len(runs)] = runs.numbers(of_runs, kind, branches)
+        host[END : END + 4 * T] = np.asarray(step.positions, np.int32).tobytes()
+        size, on_host = END + 4 * self.rows, not isinstance(step.tokens, Array)
         if on_host:
-            put(END + 4 * self.rows, np.asarray(step.tokens, np.int32).tobytes())
+            host[size : size + 4 * T] = np.asarray(step.tokens, np.int32).tobytes()
+            size = len(host)
         runtime = cupy.cuda.runtime
-        size = len(host) if on_host else END + 4 * self.rows
         address = ctypes.addressof(ctypes.c_char.from_buffer(host))
         runtime.memcpyAsync(self.memory.address, address, size, runtime.memcpyHostToDevice, self.stream.ptr)
         if step.tokens is not self.sampled:
@@ -262,7 +248,7 @@ class Replay:
         check(step, runs, pool.lengths, state.capacity)
         pool.note_runs(step, runs)
         shape, table = shape_of(pool, step, runs), table_of(state, fn)
-        here = self.uploaded(self.inputs_for(step), shape, step, *pool.inputs(step, runs))
+        here = self.uploaded(self.inputs_for(step), shape, step, pool.inputs(step, runs))
         repeats = self.captures_long and pool.captures_long and isinstance(fn, Repeated)
         if repeats and MAX_DECODE_ROWS < shape.T <= LONG_ROWS:
             return self._run_long(fn, state, here, table), len(step)
@@ -297,17 +283,17 @@ class Replay:
             del table[old]
         return program.out
 
-    def upload(self, pool: Any, step: Step, runs: Sequence[Run]) -> DeviceStep:
+    def upload(self, pool: Any, step: Step, runs: Runs) -> DeviceStep:
         """Upload a noted step of a CudaPool to the memory that graphs read."""
-        return self.uploaded(self.inputs_for(step), shape_of(pool, step, runs), step, *pool.inputs(step, runs))
+        return self.uploaded(self.inputs_for(step), shape_of(pool, step, runs), step, pool.inputs(step, runs))
 
-    def uploaded(self, inputs: Inputs, shape: Shape, step: Step, kept: int, runs: Sequence[RunInput]) -> DeviceStep:
+    def uploaded(self, inputs: Inputs, shape: Shape, step: Step, of_runs: RunInputs) -> DeviceStep:
         """Upload a step to `inputs`, for launches of `shape`."""
-        inputs.upload(step, kept, runs)
+        inputs.upload(step, of_runs)
         if shape.T <= MAX_DECODE_ROWS:
             return inputs.step(shape, step.parents is None)
         hidden = inputs.place_hidden(step.hidden)
-        return replace(inputs.step(Shape(shape.T)), slot=runs[0].run.slot, past=runs[0].past, hidden=hidden)
+        return replace(inputs.step(Shape(shape.T)), slot=of_runs.runs.slots[0], past=of_runs.pasts[0], hidden=hidden)
 
     def inputs_for(self, step: Step, own: bool = False) -> Inputs:
         """Return memory for a step: the memory that graphs read, or separate memory for a call outside of `run`."""
@@ -352,6 +338,8 @@ class Replay:
 
 def check(step: Step, runs: Sequence[Run], lengths: Sequence[int], capacity: int) -> None:
     """Refuse a step that exceeds `capacity` of a sequence; `lengths` are the committed tokens of each slot."""
+    if runs and max([lengths[slot] + rows for slot, _, rows in runs]) <= capacity:
+        return
     for slot, _, rows in runs:
         past = lengths[slot]
         if past + rows > capacity + MAX_DECODE_ROWS or (rows > MAX_DECODE_ROWS and past + rows > capacity):
@@ -360,16 +348,17 @@ def check(step: Step, runs: Sequence[Run], lengths: Sequence[int], capacity: int
         raise ValueError("a step needs at least one row")
 
 
+@cache
 def bucket(T: int) -> int:
     """Return the number of rows of the graph for T rows; for a prefill step, longer than any bucket, T itself."""
     return T if T > MAX_DECODE_ROWS else next(b for b in BUCKETS if b >= T)
 
 
-def shape_of(pool: Any, step: Step, runs: Sequence[Run]) -> Shape:
+def shape_of(pool: Any, step: Step, runs: Runs) -> Shape:
     T = bucket(len(step))
     if one_row_each(step, runs):
         return Shape(T, min(pool.slots, T), True)
-    return Shape(T, min(pool.slots, T), False, long_past(step, [pool.lengths[run.slot] for run in runs]))
+    return Shape(T, min(pool.slots, T), False, long_past(step, [pool.lengths[slot] for slot in runs.slots]))
 
 
 def one_row_each(step: Step, runs: Sequence[Run]) -> bool:

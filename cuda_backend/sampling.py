@@ -1,8 +1,8 @@
 """Sample, and compute argmax, top-k and entropy of logits on the device; logits are not copied to the host."""
 
 import math
-import struct
 from collections.abc import Iterator
+from typing import Any
 
 import cupy
 import numpy as np
@@ -17,7 +17,8 @@ from cuda_backend.memory import Memory, upload
 from cuda_backend.rows import pieces_of
 
 DRAW_BINS = 2048  # kernels/draw.cu BINS
-DRAW = struct.Struct("3dQ2i")  # kernels/draw.cu Draw
+DRAW = np.dtype("f8, f8, f8, u8, i4, i4")  # kernels/draw.cu Draw
+DRAW.names = "temperature", "top_p", "number", "least", "top_k", "row"
 WORKSPACE = 32 << 20  # bytes for the draw weights of a group of rows; a single row may take more
 MOST_BEST = 64  # largest k of kernels/top_k.cu
 CTA_KEYS = 4096  # logits per CTA of kernels/top_k.cu
@@ -133,21 +134,30 @@ def _least(s: Sampling) -> int:
 def _draw_each(context: Context, logits: Array, best: tuple[int, int], samplers: Samplers, tokens: int) -> None:
     """Sample as `_draw`, each row by its own sampler; rows of greedy samplers take their largest logit."""
     (T, V), stream = logits.shape, context.stream
-    draws, cut, at = list[bytes](), False, 0
-    for sampler, rows in samplers.of:
-        if not sampler.is_argmax:
-            s = sampler.sampling
-            least, top_k = _least(s), min(s.top_k, V)
-            cut = cut or top_k > 0 or s.top_p < 1
-            for row, number in enumerate(sampler.numbers(rows).tolist(), at):
-                draws.append(DRAW.pack(s.temperature, s.top_p, number, least, top_k, row))
-        at += rows
+    if samplers.prepared is None or samplers.prepared[0] != V:
+        samplers.prepared = V, *_draws(samplers, V)
+    _, draws, cut = samplers.prepared
     if len(draws) < T:
         kernel("sample", "final")((T,), (32,), (*best, tokens, tokens, tokens), stream=stream)
-    records = upload(np.frombuffer(b"".join(draws), np.uint8), stream)
+    drawn = [sampler.numbers(rows) for sampler, rows in samplers.of if not sampler.is_argmax]
+    draws["number"] = np.concatenate(drawn)
+    records = upload(draws, stream)
     head = logits.address, V, *best
     for first, rows, probabilities, bins in _groups(context, len(draws), V, cut):
-        own = records.address + DRAW.size * first
+        own = records.address + DRAW.itemsize * first
         weighed = (*head, own, probabilities, bins)
         kernel("draw", "weigh_each")((min(256, -(-V // 256)), rows), (256,), weighed, stream=stream)
         kernel("draw", "draw_each")((rows,), (1024,), (*head, probabilities, bins, own, tokens), stream=stream)
+
+
+def _draws(samplers: Samplers, V: int) -> tuple[np.ndarray, bool]:
+    """Return the records of all rows that are drawn, without their numbers; and whether top-k or top-p excludes any."""
+    draws, cut, at = list[tuple[Any, ...]](), False, 0
+    for sampler, rows in samplers.of:
+        if not sampler.is_argmax:
+            s = sampler.sampling
+            cut = cut or s.top_k > 0 or s.top_p < 1
+            same = s.temperature, s.top_p, 0.0, _least(s), min(s.top_k, V)
+            draws += [(*same, row) for row in range(at, at + rows)]
+        at += rows
+    return np.array(draws, DRAW), cut

@@ -42,7 +42,7 @@ def logits_bytes(vocab: int, sequences: int) -> int:
     """
     rows = min(sequences, MAX_DECODE_ROWS)
     of_prompts, of_steps = sequences, STEPS * rows
-    return (of_prompts + of_steps) * (4 * vocab + 8 * pieces_of(vocab)) + of_steps * (DRAW.size + 4)
+    return (of_prompts + of_steps) * (4 * vocab + 8 * pieces_of(vocab)) + of_steps * (DRAW.itemsize + 4)
 
 
 def sums_bytes(layers: Sequence[LayerSize], tokens: int, sequences: int) -> int:

@@ -22,8 +22,8 @@ from cuda_backend.caches.recurrent import Recurrent, recurrent_bytes
 from cuda_backend.caches.rows import PoolSlots
 from cuda_backend.launch import Stream
 from cuda_backend.memory import room
-from cuda_backend.replay import RunInput, graphs
-from cuda_backend.runs import MAX_RUNS, Run, runs_of
+from cuda_backend.replay import graphs
+from cuda_backend.runs import MAX_RUNS, RunInputs, Runs, run_of, runs_of
 from cuda_backend.state_table import store_of
 
 
@@ -106,6 +106,16 @@ class CudaPool:
         if self.pages and shorter:
             self.pages.truncate(slot, length)
 
+    def commit_rows(self, states: Sequence[State]) -> None:
+        """Commit the one row that the last step had of each of `states`."""
+        slots = [state.slot for state in states]
+        for store in self.stores:
+            if not store.appends:
+                for slot in slots:
+                    store.commit(slot, [0])
+        for slot in slots:
+            self.lengths[slot] += 1
+
     @property
     def free_tokens(self) -> int | None:
         """Count the tokens for which pages are free; None: each sequence has memory for all of its own."""
@@ -114,10 +124,10 @@ class CudaPool:
         self.pages.reclaim()
         return len(self.pages.free) * PAGE
 
-    def runs(self, step: Step) -> Sequence[Run]:
+    def runs(self, step: Step) -> Runs:
         """Return the rows of each sequence of a step, whose `slots` are the pool's."""
-        runs, vacant = runs_of(step), self.vacant
-        for slot, _, _ in runs:
+        runs, vacant = runs_of(step), set(self.vacant)
+        for slot in runs.slots:
             if not 0 <= slot < self.slots or slot in vacant:
                 raise BimetalError(f"a step has rows of slot {slot}, which no sequence of the pool has")
         return runs
@@ -126,7 +136,7 @@ class CudaPool:
         """Note a step that is about to be launched."""
         self.note_runs(step, self.runs(step))
 
-    def note_runs(self, step: Step, runs: Sequence[Run]) -> None:
+    def note_runs(self, step: Step, runs: Runs) -> None:
         """Note a step and its runs, a block in attention stores only; raises NoRoomError if too few pages are free."""
         if self.pages:
             self.pages.hold_runs(runs, self.lengths)
@@ -141,12 +151,12 @@ class CudaPool:
         """Test whether the latest noted step completes a calibration; a sequence has one such step."""
         return any(isinstance(store, PackedStore) and store.calibrates for store in self.stores)
 
-    def inputs(self, step: Step, runs: Sequence[Run]) -> tuple[int, list[RunInput]]:
-        """Return the kernels' inputs of a noted step: the store of the paths' rows, and each run."""
+    def inputs(self, step: Step, runs: Runs) -> RunInputs:
+        """Return what kernels read of the runs of a noted step."""
+        pasts = [self.lengths[slot] for slot in runs.slots]
         if not self.recurrent or step.parents is None:
-            return 0, [RunInput(run, self.lengths[run.slot]) for run in runs]
-        of = self.recurrent.input
-        return self.recurrent.store_of_paths, [RunInput(run, self.lengths[run.slot], *of(run.slot)) for run in runs]
+            return RunInputs(runs, pasts)
+        return self.recurrent.inputs(runs, pasts)
 
     @property
     def nbytes(self) -> int:
@@ -218,11 +228,11 @@ class CudaState(State):
     def calibrates(self) -> bool:
         return self.pool.calibrates
 
-    def runs(self, step: Step) -> list[Run]:
+    def runs(self, step: Step) -> Runs:
         """Return the rows of a step, all of this sequence, whatever slot they name."""
         if len(step) > 1:
             step.the_slot()
-        return [Run(self.slot, 0, len(step))]
+        return run_of(self.slot, len(step))
 
     def note_step(self, step: Step) -> None:
         self.pool.note_runs(step, self.runs(step))

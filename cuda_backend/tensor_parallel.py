@@ -29,6 +29,7 @@ from cuda_backend.ops import CudaOps
 from cuda_backend.per_rank import GraphPerRank, PerRank, per_rank
 from cuda_backend.relay import Gpu, Input, MultiGpuStep
 from cuda_backend.replay import DeviceStep, check, shape_of, table_of
+from cuda_backend.runs import Runs
 from cuda_backend.segments import Program, run_step
 from cuda_backend.several_gpus import SeveralGpus, check_devices, each, free
 from cuda_backend.transports import Transport, open_exchange, warn_of_slow_sums
@@ -138,7 +139,7 @@ class TensorParallelOps(SeveralGpus):
             return tuple(self._kept(x, count) for x in out)
         return self._kept(out if kept is None else out[kept], count)
 
-    def _uploaded(self, rank: int, pool: MultiGpuPool, step: Step, runs: Any) -> DeviceStep:
+    def _uploaded(self, rank: int, pool: MultiGpuPool, step: Step, runs: Runs) -> DeviceStep:
         if isinstance(step.tokens, PerRank):
             step = replace(step, tokens=step.tokens.parts[rank])
         gpu = self.gpus[rank]

@@ -1,6 +1,7 @@
 """Numbers that the host reads while later steps already run on the device."""
 
 import time
+from typing import NamedTuple
 
 import cupy
 import numpy as np
@@ -10,18 +11,28 @@ from cuda_backend.launch import Stream
 FEW = 1 << 14  # most numbers copied through pinned memory; the driver copies longer arrays in pieces
 
 
+class Place(NamedTuple):
+    """Pinned host memory for int32 `numbers` at `address`, and the event after which they are complete."""
+
+    numbers: np.ndarray
+    address: int
+    done: cupy.cuda.Event
+
+
 class Arrival:
-    """Array of int32 numbers in pinned host memory, complete once the event `done` has happened.
+    """Array of int32 numbers in a Place of pinned host memory, complete once the event `done` has happened.
 
     address  address of the numbers, for the host and for kernels
     """
 
-    __slots__ = ("address", "done", "memory", "numbers", "to_host")
+    __slots__ = ("address", "done", "numbers", "place", "to_host")
 
-    def __init__(self, to_host: "ToHost", memory: cupy.cuda.PinnedMemoryPointer, count: int):
-        self.to_host, self.memory, self.done = to_host, memory, cupy.cuda.Event(disable_timing=True)
-        self.numbers = np.frombuffer(memory, np.int32, count)
-        self.address = self.numbers.ctypes.data
+    def __init__(self, to_host: "ToHost", place: Place, count: int):
+        self.to_host, self.place, self.address, self.done = to_host, place, place.address, place.done
+        self.numbers = place.numbers[:count]
+
+    def __del__(self) -> None:
+        self.to_host.give_back(self.place)
 
     def launched(self) -> None:
         """Note that the work that writes the numbers has been launched on the stream."""
@@ -38,18 +49,28 @@ class Arrival:
 class ToHost:
     """Copy numbers to the host in the order of one stream.
 
-    The pool of pinned memory is this object's own: memory of an unread Arrival is reused by a later copy, which the
-    stream runs after the earlier one.
+    A place is used again once its Arrival is gone, read or not: the stream runs a later copy after the earlier one.
 
     waited  seconds that the host has waited for numbers
     """
 
     def __init__(self, stream: Stream):
         self.stream, self.pool, self.waited = stream, cupy.cuda.PinnedMemoryPool(), 0.0
+        self.places: dict[int, list[Place]] = {}  # that are free, by size, a power of 2
 
     def expect(self, count: int) -> Arrival:
         """Return memory for `count` int32 numbers that a kernel will write, which is faster than a copy."""
-        return Arrival(self, self.pool.malloc(max(4 * count, 1)), count)
+        size = 1 << max(count - 1, 0).bit_length()
+        free = self.places.setdefault(size, [])
+        return Arrival(self, free.pop() if free else self._new_place(size), count)
+
+    def _new_place(self, size: int) -> Place:
+        numbers = np.frombuffer(self.pool.malloc(4 * size), np.int32, size)
+        return Place(numbers, numbers.ctypes.data, cupy.cuda.Event(disable_timing=True))
+
+    def give_back(self, place: Place) -> None:
+        """Take the place of an Arrival that is gone."""
+        self.places[place.numbers.size].append(place)
 
     def copy(self, address: int, count: int) -> Arrival:
         """Queue a copy of `count` int32 numbers at `address`."""

@@ -62,6 +62,31 @@ class Inbox:
                 queue.put_nowait(item)
 
 
+class Outbox:
+    """Passes items from the owner thread to queues on which other threads wait.
+
+    Items are held until `deliver`, as those of an Inbox: each thread that wakes takes the interpreter.
+
+    due  called with `deliver` when there is an item to deliver
+    """
+
+    def __init__(self, due: Callable[[Callable[[], None]], object]) -> None:
+        self._due = due
+        self._items: deque[tuple[queue.SimpleQueue[Any], Any]] = deque()
+
+    def put(self, reader: "queue.SimpleQueue[Any]", item: Any) -> None:
+        """Put `item` into a queue, from the owner thread."""
+        self._items.append((reader, item))
+        if len(self._items) == 1:
+            self._due(self.deliver)
+
+    def deliver(self) -> None:
+        """Fill the queues, from the owner thread."""
+        while self._items:
+            reader, item = self._items.popleft()
+            reader.put(item)
+
+
 class OwnerThread:
     """A daemon thread that runs jobs one after another, and `turn` whenever no job waits.
 
@@ -70,6 +95,7 @@ class OwnerThread:
     work, their steps take at most half of the time.
 
     at_end  called in the thread when the thread ends
+    outbox  passes items to queues of other threads
     turn    Engine.turn, which the job that loads a model puts here: runs a step, calls `deliver`, and returns whether
             work is left. It is called after each job, and again as long as work is left
     """
@@ -81,6 +107,7 @@ class OwnerThread:
         self.turn: Callable[[], bool] = lambda: False
         self._inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = weakref.WeakKeyDictionary()
         self._due: deque[Callable[[], None]] = deque()
+        self.outbox = Outbox(self._due.append)
         self._at_end = at_end
         self._process, self._has_ended = os.getpid(), False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -122,7 +149,7 @@ class OwnerThread:
         return self._inboxes.setdefault(loop, Inbox(loop, self._due.append))
 
     def deliver(self) -> None:
-        """Wake each event loop whose inbox has items, from this thread."""
+        """Wake each event loop whose inbox has items, and the threads whose queues get some, from this thread."""
         while self._due:
             self._due.popleft()()
 

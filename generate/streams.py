@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from common.amounts import counted
@@ -107,7 +108,7 @@ class Stream(_Collected):
     def __init__(self, owner: OwnerThread, start: Start):
         super().__init__(owner)
         self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        start(self._items.put, self._cancel)
+        start(partial(owner.outbox.put, self._items), self._cancel)
 
     def __iter__(self) -> Iterator[Piece]:
         return _Loop(self)

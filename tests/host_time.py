@@ -70,6 +70,10 @@ class FreePool:
         self.slots += 1
         return state
 
+    def commit_rows(self, states: list[State]) -> None:
+        for state in states:
+            state.commit([0])
+
 
 def free_model() -> Model:
     definition: Any = SimpleNamespace(state_spec=lambda config: [])

@@ -16,6 +16,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,7 +31,7 @@ from common.sampling import log_softmax
 from common.schedule import SHARED_PREFILL_ROWS
 from common.sequence import Sequence
 from generate import progress
-from generate.owner_thread import Inbox, OwnerThread
+from generate.owner_thread import Inbox, Outbox, OwnerThread
 
 ROOT = Path(__file__).parents[1]
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -668,9 +669,26 @@ def test_what_comes_at_once_wakes_an_event_loop_once():
     assert asyncio.run(run()) == 2
 
 
+def test_threads_get_what_was_put_once_it_is_delivered():
+    due, queues = [], [SimpleQueue() for _ in range(3)]
+    outbox = Outbox(due.append)
+    for n in range(2):
+        for at, reader in enumerate(queues):
+            outbox.put(reader, (n, at))
+            outbox.put(reader, "more")
+        assert all(reader.empty() for reader in queues)
+        (deliver,) = due
+        due.clear()
+        deliver()
+        assert [(reader.get_nowait(), reader.get_nowait()) for reader in queues] == [
+            ((n, at), "more") for at in range(3)
+        ]
+
+
 def test_what_has_come_is_delivered_before_a_job_runs():
     """A turn leaves pieces to the next launch, which a long job would put off."""
     done, turned, queued = list[str](), threading.Event(), threading.Event()
+    reader: SimpleQueue[str] = SimpleQueue()
     owner, loop = OwnerThread("owner", lambda: None), asyncio.new_event_loop()
     loop.call_soon_threadsafe = lambda *job: done.append("woken")
     inbox = owner.inbox(loop)
@@ -678,19 +696,20 @@ def test_what_has_come_is_delivered_before_a_job_runs():
     def turn():
         if not turned.is_set():
             inbox.put(asyncio.Queue(), "a token")
+            owner.outbox.put(reader, "a token")
             turned.set()
         return queued.wait(10)
 
     owner.turn = turn
     owner.wake()
     assert turned.wait(10)
-    job = owner.put(lambda: done.append("job"))
+    job = owner.put(lambda: done.append(f"job after {reader.qsize()}"))
     queued.set()
     job.result(10)
     owner.put(lambda: setattr(owner, "turn", lambda: False)).result(10)
     owner.close()
     loop.close()
-    assert done == ["woken", "job"]
+    assert done == ["woken", "job after 1"]
 
 
 @pytest.fixture

@@ -25,12 +25,12 @@ from common.models.window import bounded
 from common.options import GenerationOptions
 from common.prefix_cache import PrefixCache
 from common.reference import NumpyOps
-from common.row_runner import RowRunner
 from common.sampling import NOT_A_TOKEN
 from common.schedule import VERIFY_ROWS, BusyError
 from common.sequence import Call, Sequence
 from common.slot import Slot
 from common.step import State, Step
+from common.stretches import Stretches
 
 CONTEXT, MASK = 400, 90
 
@@ -945,6 +945,10 @@ class SlotsOf:
         state.load = within_room
         return state
 
+    def commit_rows(self, states):
+        for state in states:
+            state.commit([0])
+
 
 def test_a_step_over_a_pool_names_its_slots(tmp_path):
     pair, options = models("draft", "qwen35", PooledOps(), tmp_path)
@@ -1148,10 +1152,8 @@ def test_stretches_beside_drafts_penalties_and_cancellations(ops, seed, tmp_path
     """
     pair, _ = models("draft", "qwen35", ops(), tmp_path)
     alike, _ = models("draft", "qwen35", NumpyOps(), tmp_path)
-    random, shared, joined = np.random.default_rng(seed), list[int](), RowRunner._stretched
-    monkeypatch.setattr(
-        RowRunner, "_stretched", lambda rows, states, asked: (shared.append(len(asked)), joined(rows, states, asked))[1]
-    )
+    random, shared, launch = np.random.default_rng(seed), list[int](), Stretches.launch
+    monkeypatch.setattr(Stretches, "launch", lambda each: (shared.append(len(each.sequences)), launch(each))[1])
     ways = [{"spec": "off"} | how for how in PLAIN] + [{"spec": "lookup"}, {"spec": "tree"}, {"spec": "off"}]
     asked = [
         (prompt, {"max_tokens": int(random.integers(1, 60)), "logprobs": 1} | ways[int(random.integers(len(ways)))])

@@ -66,7 +66,7 @@ def grow(tree: Tree, ids: np.ndarray, logp: np.ndarray, budget: int, after: np.n
     tokens, costs, rows = ids.tolist(), (-logp).tolist(), None if after is None else after.tolist()
     if not tokens:
         return
-    deepest, nodes, add, push, push_and_pop = len(tokens) - 1, tree.nodes, tree.add, heapq.heappush, heapq.heappushpop
+    deepest, nodes, push, push_and_pop = len(tokens) - 1, tree.nodes, heapq.heappush, heapq.heappushpop
     # -log of a prefix's probability, minus its depth (of equal ones the deepest comes first), its last token's rank,
     # its parent node, its last token's row
     best, heap, count = (costs[0][0][0], 0, 0, 0, 0), list[tuple[float, int, int, int, int]](), len(tree)
@@ -74,9 +74,11 @@ def grow(tree: Tree, ids: np.ndarray, logp: np.ndarray, budget: int, after: np.n
         cost, above, rank, parent, row = best
         depth = -above
         here, token, below = costs[depth][row], tokens[depth][row][rank], 0 if rows is None else rows[depth][row][rank]
-        node = nodes.get((parent, token))
-        if node is None:
-            node, count = add(parent, token), count + 1
+        node = nodes.setdefault((parent, token), count)
+        if node == count:  # as Tree.add
+            tree.tokens.append(token)
+            tree.parents.append(parent)
+            count += 1
         if rank + 1 < len(here):
             push(heap, (cost - here[rank] + here[rank + 1], above, rank + 1, parent, row))
         if depth < deepest and below >= 0:

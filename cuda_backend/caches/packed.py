@@ -46,6 +46,8 @@ class PackedStore(KVStore):
     calibrates whether the latest noted step completes the calibrating rows, whose statistics then encode its keys
     """
 
+    appends = False
+
     def __init__(self, spec: KVSpec, layers: int, slots: PoolSlots):
         super().__init__(spec, layers, slots)
         self.exact = WindowStore(exact_spec(spec), layers, replace(slots, pages=None))

@@ -43,13 +43,15 @@ class Pages:
 
     def hold_runs(self, runs: Iterable[Run], lengths: Sequence[int]) -> None:
         """Take pages for the rows of a step after committed positions; raises NoRoomError as `hold` does."""
-        self.hold([(slot, lengths[slot] + rows) for slot, _, rows in runs])
+        held = self.held
+        needs = [(slot, lengths[slot] + rows) for slot, _, rows in runs if lengths[slot] + rows > held[slot] * PAGE]
+        if needs:
+            self.hold(needs)
 
     def hold(self, needs: Sequence[tuple[int, int]]) -> None:
         """Take pages for so many positions of each slot; raises NoRoomError, and takes none, if too few are free."""
         held = self.held
-        short = [need for need in needs if need[1] > held[need[0]] * PAGE]
-        missing = [(slot, -(-min(positions, self.most) // PAGE) - held[slot]) for slot, positions in short]
+        missing = [(slot, -(-min(positions, self.most) // PAGE) - held[slot]) for slot, positions in needs]
         missing = [(slot, more) for slot, more in missing if more > 0]
         if not missing:
             return

@@ -19,7 +19,7 @@ from cuda_backend.caches.window import NOT_IN_PART
 from cuda_backend.launch import Stream
 from cuda_backend.layout import padded
 from cuda_backend.memory import Memory, copy_in, room
-from cuda_backend.runs import Run
+from cuda_backend.runs import Run, RunInputs, Runs
 
 NO_RUN = Run(0, 0, 0)  # the run of no step
 
@@ -120,6 +120,8 @@ class Recurrent:
     newest  the store that the last step filled
     """
 
+    appends = False
+
     def __init__(
         self,
         kinds: Kinds,
@@ -208,10 +210,12 @@ class Recurrent:
         """Return the store with the rows of the paths that a noted step applies; a long step applies none."""
         return 1 - self.newest
 
-    def input(self, slot: int) -> tuple[int, int, Sequence[int]]:
-        """Return the states that a step reads and writes, counted from slot 0's first, and the path it applies."""
-        pair = self.pairs[slot]
-        return 2 * slot + pair.current, 2 * slot + 1 - pair.current, pair.path
+    def inputs(self, runs: Runs, pasts: Sequence[int]) -> RunInputs:
+        """Return what kernels read of a noted step's runs: also the states, and the paths that the step applies."""
+        pairs = [self.pairs[slot] for slot in runs.slots]
+        sources = [2 * slot + pair.current for slot, pair in zip(runs.slots, pairs, strict=True)]
+        targets = [2 * slot + 1 - pair.current for slot, pair in zip(runs.slots, pairs, strict=True)]
+        return RunInputs(runs, pasts, sources, targets, [pair.path for pair in pairs], self.store_of_paths)
 
     def commit(self, slot: int, path: list[int]) -> None:
         if not path:

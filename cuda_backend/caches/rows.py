@@ -42,7 +42,12 @@ class PoolSlots:
 
 
 class RowStore(Generic[S]):
-    """Planes of all layers of one shape, for each slot."""
+    """Planes of all layers of one shape, for each slot.
+
+    appends  whether a commit of a step's first rows has nothing to do, because they are in place
+    """
+
+    appends = True
 
     def __init__(self, spec: S, layers: int, slots: PoolSlots):
         check_capacity(slots.capacity)

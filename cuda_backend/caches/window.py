@@ -41,6 +41,8 @@ NOT_IN_PART = f"a step of {{}} rows is kept whole or not at all; up to {MAX_DECO
 class WindowStore(KVStore):
     """Caches of all layers with one window; a window longer than the context needs no ring."""
 
+    appends = False
+
     def __init__(self, spec: KVSpec, layers: int, slots: PoolSlots):
         super().__init__(spec, layers, slots)
         self.window, self.is_ring = (spec.window or 0, spec.sinks), self.places.capacity < self.most
