@@ -35,7 +35,8 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], u32 a, u32 b, bool adds
 // As `wgmma` with N = 64, of b [64][16].
 __device__ __forceinline__ void wgmma_64(float (&d)[32], u32 a, u32 b, bool adds) {
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " RESULTS_64 ", %32, %33, p, 1, 1, 0, 0; }"
+        "{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " RESULTS_64
+        ", %32, %33, p, 1, 1, 0, 0; }"
         : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24)
         : "l"(OPERAND(a)), "l"(OPERAND(b)), "r"((int)adds));
 }

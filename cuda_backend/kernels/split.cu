@@ -5,7 +5,7 @@
 // Out       for every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
 // Build     formats.cuh; D, a multiple of 16 up to 256, of 32 if rows are packed; ROWS per CTA, 16, 32 or 64; OF_WARP: blocks of 16 rows
 //           that a warp computes, 2 for 64 rows, else 1; BUFFERS: tiles of keys or values in shared memory; CTAS per multiprocessor;
-//           WINDOWED: flash.cuh; ALONE: the step has one sequence, so that its share of the CTAs is known; TAILS: wide.cu computes the
+//           WINDOWED: flash.cuh; ALONE: the step has one sequence, so that its share of the CTAs is known; TAILS: tall.cu or wide.cu computes the
 //           tiles of committed positions; EXACT, only for packed rows: exact.cuh
 // Work      rows are (t, query head of the group), four warps for OF_WARP blocks of 16 of them. Of a tile's products with q a warp takes 16
 //           positions; the probabilities are shared, and it adds a quarter of the values' columns. A CTA keeps its rows
@@ -107,10 +107,10 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
     if (!WINDOWED) window = sinks = 0;
     extern __shared__ __align__(16) u16 shared[];
     __shared__ Pieces pieces;
-    __shared__ int2 coming[4];  // tiles requested: where each begins, + 1 if sums are written after it, + 2 exact rows, + 4 joins what was written, + 8 by wide.cu, and the place of its piece
+    __shared__ int2 coming[4];  // tiles requested: where each begins, + 1 if sums are written after it, + 2 exact rows, + 4 joins what was written, + 8 by tall.cu or wide.cu, and the place of its piece
     __shared__ int place, opened;  // of the piece that is fetched next, and its first tile; thread 0's
     __shared__ int items, jobs;  // pieces for all rows, tiles for rows of a tree
-    [[maybe_unused]] __shared__ WideTiles others;  // TAILS: what wide.cu computes
+    [[maybe_unused]] __shared__ WideTiles others;  // TAILS: what tall.cu or wide.cu computes
     __shared__ int ctas, first_job, past;  // of the run; of those tiles, this CTA's first; committed positions
     __shared__ int2 spans[ROWS];  // first and last position that a row sees
     __shared__ int heads[ROWS];   // where a row lies in (T, H)
@@ -311,7 +311,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                         *(uint4*)(qs + n / LINE * STRIDE + n % LINE * 8) = eight;
                 }
             }
-            if (EXACT && TAILS && coming[tile % 4].x & 8 && threadIdx.x < rows)  // wide.cu wrote what this tile joins
+            if (EXACT && TAILS && coming[tile % 4].x & 8 && threadIdx.x < rows)  // tall.cu or wide.cu wrote what this tile joins
                 written[coming[tile % 4].x / TILE % 2 ^ 1][threadIdx.x] = stats[(s64)coming[tile % 4].y * T * H + heads[threadIdx.x]];
             if (is_exact())
                 copy_exact(exact.keys);

@@ -86,8 +86,10 @@ tall(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
         u32 tile = __shfl_sync(FULL, operand(shared_address(stages + stage_of(n) * TILE_BYTES)), 0);
         wgmma_begin();
 #pragma unroll
-        for (int d = 0; d < D / 16; d++)  // two sums, as split.cu has them
-            wgmma_64(s[d % 2], q_operand + d / 4 * (ROWS * 8) + d % 4 * 2, tile + d / 4 * (TILE * 8) + d % 4 * 2, d >= 2 || (EXACT && d == 0));
+        for (int d = 0; d < D / 16; d++) {  // two sums, as split.cu has them
+            const bool adds = d >= 2 || (EXACT && d == 0);
+            wgmma_64(s[d % 2], q_operand + d / 4 * (ROWS * 8) + d % 4 * 2, tile + d / 4 * (TILE * 8) + d % 4 * 2, adds);
+        }
         wgmma_commit();
         wgmma_wait<0>();
         if (lane == 0) barrier_arrive(empty + 8 * stage_of(n));

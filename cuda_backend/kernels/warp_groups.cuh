@@ -1,7 +1,7 @@
 // warp_groups: code shared by tall.cu and wide.cu, in which one warp group copies tiles of keys and values to a ring of stages in shared
 // memory, and GROUPS others compute, ROWS_EACH rows of a CTA each
-// Build     GROUPS, ROWS_EACH, STAGES, CODED; FOLDS: warp groups add up the pieces of a run of groups (pieces.cu) if they compute it from its
-//           first piece on
+// Build     GROUPS, ROWS_EACH; STAGES: tiles of keys or values in the ring; CODED: tiles of codes in shared memory; FOLDS: warp groups
+//           add up the pieces of a run of groups (pieces.cu) that they compute from the run's first piece on
 
 #define ROWS (GROUPS * ROWS_EACH)
 #ifndef FOLDS
@@ -97,8 +97,8 @@ __device__ __forceinline__ void unpack_tile(u8* tile, const u8* codes) {
 
 
 // Finds the work of this CTA, and initializes the barriers `full` and `empty` of each stage. By warp 0.
-__device__ __forceinline__ void find_work(Work& work, Plane keys, Plane values, int group, const StepState* step, int trunk, const Exact& exact,
-                                          u32 full, u32 empty) {
+__device__ __forceinline__ void find_work(Work& work, Plane keys, Plane values, int group, const StepState* step, int trunk,
+                                          const Exact& exact, u32 full, u32 empty) {
     const Part part = ALONE ? Part{0, (int)blockIdx.x, (int)gridDim.x, (int)blockIdx.z, (int)gridDim.z}
                             : part_of(step, group, ROWS, 0, blockIdx.z, gridDim.z);
     if (threadIdx.x) return;

@@ -3,16 +3,16 @@
 // Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
 // In        q [T][H][D] float16 and keys and values [K][place][D], float16 or codes
 // Out       for every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
-// Build     formats.cuh, without TURBOQUANT; D, 128 or 256; ROWS_EACH of a warp group, 16, 32 or 48; STAGES: tiles of keys or values in shared
-//           memory; CODED: tiles of codes there; ALONE, EXACT: split.cu; launched as split.cu, without a window
+// Build     formats.cuh, without TURBOQUANT; D, 128 or 256; ROWS_EACH of a warp group, 16, 32 or 48; GROUPS=3; STAGES, CODED:
+//           warp_groups.cuh; ALONE, EXACT: split.cu; launched as split.cu, without a window
 // Work      rows are (t, query head of the group), a third for each of three warp groups, which read the same tiles and otherwise
 //           never wait for one another. Products are transposed: positions, then columns of values, are the 64 rows of a product, and rows
 //           of the step its columns, at least 16. A fourth warp group copies tiles, alternately of keys and of values; it copies codes
 //           unchanged and then decodes them to float16, keys with columns in the order of split.cu. In a cache with exact rows,
 //           only tiles without exact rows are computed here
 // Numbers   bitwise identical to split.cu: products of a warp group round like those of a warp, and sums have the order of split.cu
-// Bound     bytes of keys and values if rows are few (3,600 cycles of a tile of 27B); else a warp group's waits for its own results. Of a tile
-//           with 144 rows, 6,700 cycles: products with keys 800, maxima 950, probabilities 1,450, products with values and sums 2,450, the
+// Bound     bytes of keys and values if rows are few (3,600 cycles of a tile of 27B); else a warp group's waits for its own results.
+//           Of a tile with 144 rows, 6,700 cycles: products with keys 800, maxima 950, probabilities 1,450, products with values and sums 2,450, the
 //           rest and the clocks themselves 1,000. The tensor cores need 2,700: a product of 64 x 48 takes 28 cycles
 // Tried     us of `wide` per layer, or cycles of a tile: variant against what was here then (22 rows of Qwen3.6-27B, 32K, one H200).
 //           addresses of operands computed for each product, exp2f, factors read by twos: 1,186 instructions of a tile instead of 816 ->
@@ -58,7 +58,8 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
     more_registers<160>();
     const int w = warp % 4, g = lane / 4, t = lane % 4, mine = threadIdx.x % 128;
     const u32 p_at = shared_address(ps) + team * N * 128;
-    const u32 q_operand = __shfl_sync(FULL, operand(shared_address(qs) + team * N * 128), 0), p_operand = __shfl_sync(FULL, operand(p_at), 0);
+    const u32 q_operand = __shfl_sync(FULL, operand(shared_address(qs) + team * N * 128), 0);
+    const u32 p_operand = __shfl_sync(FULL, operand(p_at), 0);
     depend();
     copy_queries<N>(qs, q, heads, team * N);
     if (EXACT && mine < N) shifts[team * N + mine] = heads[team * N + mine] < 0 ? 0.0f : exact.shift[heads[team * N + mine]];
@@ -89,8 +90,10 @@ wide(const u16* q, Plane keys, Plane values, int H, int group, const StepState* 
         u32 tile = __shfl_sync(FULL, operand(shared_address(stages + stage_of(n) * TILE_BYTES)), 0);
         wgmma_begin();
 #pragma unroll
-        for (int d = 0; d < D / 16; d++)  // two sums, as split.cu has them
-            wgmma<N, 0>(s[d % 2], tile + d / 4 * (TILE * 8) + d % 4 * 2, q_operand + d / 4 * (ROWS * 8) + d % 4 * 2, d >= 2 || (EXACT && d == 0));
+        for (int d = 0; d < D / 16; d++) {  // two sums, as split.cu has them
+            const bool adds = d >= 2 || (EXACT && d == 0);
+            wgmma<N, 0>(s[d % 2], tile + d / 4 * (TILE * 8) + d % 4 * 2, q_operand + d / 4 * (ROWS * 8) + d % 4 * 2, adds);
+        }
         wgmma_commit();
         wgmma_wait<0>();
         if (lane == 0) barrier_arrive(empty + 8 * stage_of(n));
