@@ -178,7 +178,8 @@ __device__ __forceinline__ Part part_of(const StepState* step, int group, int si
     const u32 found = __ballot_sync(FULL, n >= end - mine && n < end);
     if (!found) return {-1, 0, 1, 0, 1};
     const int first = blocks[0] * shares[0], own = n - (end - mine), second = own >= first, owner = __ffs(found) - 1;
-    const int number = __shfl_sync(FULL, second ? own - first : own, owner), count = __shfl_sync(FULL, second ? blocks[1] : blocks[0], owner);
+    const int number = __shfl_sync(FULL, second ? own - first : own, owner);
+    const int count = __shfl_sync(FULL, second ? blocks[1] : blocks[0], owner);
     return {2 * owner + __shfl_sync(FULL, second, owner), number % count, count, number / count,
             __shfl_sync(FULL, second ? shares[1] : shares[0], owner)};
 }

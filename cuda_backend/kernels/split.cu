@@ -5,8 +5,8 @@
 // Out       for every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
 // Build     formats.cuh; D, a multiple of 16 up to 256, of 32 if rows are packed; ROWS per CTA, 16, 32 or 64; OF_WARP: blocks of 16 rows
 //           that a warp computes, 2 for 64 rows, else 1; BUFFERS: tiles of keys or values in shared memory; CTAS per multiprocessor;
-//           WINDOWED: flash.cuh; ALONE: the step has one sequence, so that its share of the CTAs is known; TAILS: tall.cu or wide.cu computes the
-//           tiles of committed positions; EXACT, only for packed rows: exact.cuh
+//           WINDOWED: flash.cuh; ALONE: the step has one sequence, so that its share of the CTAs is known; TAILS: tall.cu or wide.cu
+//           computes the tiles of committed positions; EXACT, only for packed rows: exact.cuh
 // Work      rows are (t, query head of the group), four warps for OF_WARP blocks of 16 of them. Of a tile's products with q a warp takes 16
 //           positions; the probabilities are shared, and it adds a quarter of the values' columns. A CTA keeps its rows
 //           and goes through its share of the pieces, whose tiles arrive ahead of it, committed ones before the kernels
@@ -73,7 +73,8 @@ __device__ __forceinline__ void unpack_tile(u16* tile, const u8* stage) {
         constexpr int chunks = (D + 127) / 128;
 #pragma unroll 1
         for (int n = threadIdx.x / 32; n < TILE * chunks; n += CTA / 32)
-            unpack_turboquant<D>(tile + n / chunks * STRIDE + n % chunks * 128, stage + n / chunks * row_bytes(F, D), n % chunks, threadIdx.x % 32);
+            unpack_turboquant<D>(tile + n / chunks * STRIDE + n % chunks * 128, stage + n / chunks * row_bytes(F, D), n % chunks,
+                                 threadIdx.x % 32);
     } else {
 #pragma unroll 1
         for (int n = threadIdx.x; n < TILE * BLOCKS; n += CTA) {  // neighbours take other rows and other blocks, for the banks
@@ -107,16 +108,20 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
     if (!WINDOWED) window = sinks = 0;
     extern __shared__ __align__(16) u16 shared[];
     __shared__ Pieces pieces;
-    __shared__ int2 coming[4];  // tiles requested: where each begins, + 1 if sums are written after it, + 2 exact rows, + 4 joins what was written, + 8 by tall.cu or wide.cu, and the place of its piece
+    // Tiles requested: where each begins, + 1 if sums are written after it, + 2 exact rows, + 4 joins what was written, + 8 by tall.cu
+    // or wide.cu; and the place of its piece.
+    __shared__ int2 coming[4];
     __shared__ int place, opened;  // of the piece that is fetched next, and its first tile; thread 0's
     __shared__ int items, jobs;  // pieces for all rows, tiles for rows of a tree
     [[maybe_unused]] __shared__ WideTiles others;  // TAILS: what tall.cu or wide.cu computes
     __shared__ int ctas, first_job, past;  // of the run; of those tiles, this CTA's first; committed positions
     __shared__ int2 spans[ROWS];  // first and last position that a row sees
     __shared__ int heads[ROWS];   // where a row lies in (T, H)
-    __shared__ int from[TILE];    // where in the cache a tree's row finds the positions of a tile: its ancestors in their order; EXACT: as positions, which are the places of codes
+    // Where in the cache a tree's row finds the positions of a tile: its ancestors in their order; EXACT: positions, the places of codes.
+    __shared__ int from[TILE];
     __shared__ float shifts[EXACT ? ROWS : 1];    // of a row's products with codes
-    [[maybe_unused]] __shared__ float2 written[2][EXACT ? ROWS : 1];  // stats of alternate tiles: a warp may write those of a tile while another joins it to the one before
+    // Stats of alternate tiles: a warp may write those of a tile while another joins it to the one before.
+    [[maybe_unused]] __shared__ float2 written[2][EXACT ? ROWS : 1];
     [[maybe_unused]] __shared__ u8 offsets[EXACT ? MAX_DECODE_ROWS + 1 : 1];  // positions of the step's rows after the committed ones
     u16 *qs = shared, *tiles = qs + ROWS * STRIDE, *ps = tiles + TILES * TILE * STRIDE;
     float* tops = (float*)(ps + ROWS * PROBABILITIES);  // maxima of each row over 16 positions
@@ -138,7 +143,9 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 planes[0] = rows_of(keys, run.slot, head, KEY_BYTES), planes[1] = rows_of(values, run.slot, head, VALUE_BYTES);
                 pieces.cut(6, mask.past, mask.rows, window, sinks, lowest, min((int)gridDim.z, MOST_SINGLE), trunk);
                 if (TAILS) others.find(pieces, mask.past, EXACT ? exact.first : 0, EXACT ? exact.recent : 0);
-                items = part.block * ROWS >= mask.rows * group ? 0 : pieces.count - (TAILS ? others.whole : 0) + (branches ? 0 : pieces.tails);
+                items = part.block * ROWS >= mask.rows * group
+                            ? 0
+                            : pieces.count - (TAILS ? others.whole : 0) + (branches ? 0 : pieces.tails);
                 jobs = branches ? mask.rows * pieces.tails * parts : 0;
                 ctas = part.shares * part.blocks, first_job = ctas - 1 - (part.share * part.blocks + part.block), past = mask.past;
             }
@@ -176,10 +183,12 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             ahead += TILE;
             if (EXACT) goes_exact = !has_codes(ahead);
             if (ahead < stop) return;
-            const int item = turn * own.shares + (turn % 2 ? own.shares - 1 - own.share : own.share);  // alternately forwards and backwards, for equal shares
+            // alternately forwards and backwards, for equal shares
+            const int item = turn * own.shares + (turn % 2 ? own.shares - 1 - own.share : own.share);
             turn++, ahead = NOWHERE;
             if (item >= items || job >= 0) return;
-            const int number = TAILS ? item + (item < others.first ? 0 : others.whole) : item < pieces.count ? pieces.count - 1 - item : item;  // from the newest on, which are the largest
+            const int number = TAILS ? item + (item < others.first ? 0 : others.whole)
+                                     : item < pieces.count ? pieces.count - 1 - item : item;  // from the newest on, which are the largest
             ahead = pieces.from(number), stop = pieces.to(number);
             if (TAILS && EXACT && number == others.resumed) ahead = others.until;
             if (EXACT) goes_exact = !has_codes(ahead);
@@ -209,10 +218,12 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
         }
         __syncthreads();
 
-        // load i, alternately of keys and of values, -1: none, before the first tile; `later`: not of the first tile, which alone may be a tree's row's
+        // load i, alternately of keys and of values, -1: none, before the first tile; `later`: not of the first tile, which alone may be
+        // a tree's row's
         auto fetch = [&](int i, bool later) {
             const bool of_values = i % 2;
-            if (!of_values && (PACKED || !ALONE || D > 128 || ahead < NOWHERE)) start = place_of(keys, ahead);  // in other builds a branch would spill a register
+            // in other builds a branch would spill a register
+            if (!of_values && (PACKED || !ALONE || D > 128 || ahead < NOWHERE)) start = place_of(keys, ahead);
             if (!of_values && threadIdx.x == 0) {
                 const bool both = EXACT && has_codes(ahead + TILE) && has_exact(ahead + TILE);  // of the next tile, which begins anew
                 const bool ends = (ahead + TILE >= stop || both) && (!EXACT || goes_exact || !has_exact(ahead));
@@ -255,7 +266,8 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 } else {
 #pragma unroll 1
                     for (int n = threadIdx.x; n < TILE * LINE; n += CTA)
-                        copy16(shared_address(tile + n / LINE * STRIDE + n % LINE * 8), (const u16*)planes[of_values].at(from[n / LINE], 2 * D) + n % LINE * 8);
+                        copy16(shared_address(tile + n / LINE * STRIDE + n % LINE * 8),
+                               (const u16*)planes[of_values].at(from[n / LINE], 2 * D) + n % LINE * 8);
                 }
                 if (of_values) advance();
             }
@@ -272,7 +284,8 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             const int r = n / LINE;
             u16* to = qs + r * STRIDE + n % LINE * 8;
             if (r < rows && AS_OPERANDS)
-                eight_to_places<KEYS>([&](int i) { return qs + r * STRIDE + i; }, n % LINE * 8, *(const uint4*)(q + (s64)heads[r] * D + n % LINE * 8));
+                eight_to_places<KEYS>([&](int i) { return qs + r * STRIDE + i; }, n % LINE * 8,
+                                      *(const uint4*)(q + (s64)heads[r] * D + n % LINE * 8));
             else if (r < rows)
                 copy16(shared_address(to), q + (s64)heads[r] * D + n % LINE * 8);
             else
@@ -323,7 +336,8 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 for (int i = 0; i < 8 * OF_WARP; i++) s[0][i / 8][i / 4 % 2][i % 4] = shifts[own_row(i / 8, i % 4 / 2)];
             if (active) {
                 const u32 q_at = shared_address(qs + (m * OF_WARP * 16 + lane % 16) * STRIDE + lane / 16 * 8);
-                const u32 k_at = shared_address(tiles + ((PACKED ? 0 : 2 * tile % BUFFERS * TILE) + c * 16 + lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8);
+                const int k_row = (PACKED ? 0 : 2 * tile % BUFFERS * TILE) + c * 16 + lane % 8 + lane / 16 * 8;
+                const u32 k_at = shared_address(tiles + k_row * STRIDE + lane / 8 % 2 * 8);
                 auto multiply = [&](float (&sum)[OF_WARP][2][4], int d) {
                     u32 a[4], k[4];
 #pragma unroll
@@ -353,7 +367,8 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                                 float& x = s[0][j][n][2 * half + e];
                                 const int position = at + c * 16 + n * 8 + lane % 4 * 2 + e;
 #if EXACT
-                                const int own = position - mask.past, p = job < 0 && own >= 0 ? mask.past + offsets[min(own, MAX_DECODE_ROWS)] : position;
+                                const int own = position - mask.past;
+                                const int p = job < 0 && own >= 0 ? mask.past + offsets[min(own, MAX_DECODE_ROWS)] : position;
                                 const bool see = position <= span.y && (u32)(p - exact.first) < (u32)span.x != is_exact();
 #else
                                 const bool see = all || (position <= span.y && (position >= span.x || position < sinks));
@@ -411,7 +426,8 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                         top[j][half] = both;
                     }
                 }
-                const u32 v_at = shared_address(tiles + ((PACKED ? 0 : (2 * tile + 1) % BUFFERS * TILE) + lane % 16) * STRIDE + c * 16 + lane / 16 * 8);
+                const int v_row = (PACKED ? 0 : (2 * tile + 1) % BUFFERS * TILE) + lane % 16;
+                const u32 v_at = shared_address(tiles + v_row * STRIDE + c * 16 + lane / 16 * 8);
 #pragma unroll
                 for (int n = 0; n < NV; n++) {
                     if (D % 64 && (n * 4 + c) * 16 >= D) break;
@@ -470,14 +486,16 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                             if (r >= rows) continue;
                             const s64 to = (s64)coming[tile % 4].y * T * H + heads[r];
                             if (c == 0 && lane % 4 == 0) stats[to] = make_float2(top[j][half], l[j][half]);
-                            if (EXACT && c == 0 && lane % 4 == 0) written[coming[tile % 4].x / TILE % 2][r] = make_float2(top[j][half], l[j][half]);
+                            if (EXACT && c == 0 && lane % 4 == 0)
+                                written[coming[tile % 4].x / TILE % 2][r] = make_float2(top[j][half], l[j][half]);
                             float* out = sums + to * D + c * 16 + lane % 4 * 2;
 #pragma unroll
                             for (int n = 0; n < NV; n++)
 #pragma unroll
                                 for (int i = 0; i < 2; i++)
                                     if (D % 64 == 0 || (n * 4 + c) * 16 < D)
-                                        *(float2*)(out + n * 64 + i * 8) = make_float2(o[j][2 * n + i][2 * half], o[j][2 * n + i][2 * half + 1]);
+                                        *(float2*)(out + n * 64 + i * 8) =
+                                            make_float2(o[j][2 * n + i][2 * half], o[j][2 * n + i][2 * half + 1]);
                         }
                     begin_piece();
                 }

@@ -12,8 +12,8 @@
 //           only tiles without exact rows are computed here
 // Numbers   bitwise identical to split.cu: products of a warp group round like those of a warp, and sums have the order of split.cu
 // Bound     bytes of keys and values if rows are few (3,600 cycles of a tile of 27B); else a warp group's waits for its own results.
-//           Of a tile with 144 rows, 6,700 cycles: products with keys 800, maxima 950, probabilities 1,450, products with values and sums 2,450, the
-//           rest and the clocks themselves 1,000. The tensor cores need 2,700: a product of 64 x 48 takes 28 cycles
+//           Of a tile with 144 rows, 6,700 cycles: products with keys 800, maxima 950, probabilities 1,450, products with values and sums
+//           2,450, the rest and the clocks themselves 1,000. The tensor cores need 2,700: a product of 64 x 48 takes 28 cycles
 // Tried     us of `wide` per layer, or cycles of a tile: variant against what was here then (22 rows of Qwen3.6-27B, 32K, one H200).
 //           addresses of operands computed for each product, exp2f, factors read by twos: 1,186 instructions of a tile instead of 816 ->
 //             86.7 against 86.8
