@@ -16,8 +16,8 @@ Ops
     lazy.py, fuse.py      row-wise ops, launched when their consumer is known; the consumers that compute them
     rows.py               norms, ropes, gates, sums, `linear`, `embed`
     products.py, gemm.py  products with a quantized matrix; products of many rows by cuBLAS
-    attention.py          attention over cached keys and values; decode steps by flash decoding: split.cu computes
-                          partial results for pieces of the past, pieces.cu adds these up
+    attention.py          attention over cached keys and values; decode steps by flash decoding: split.cu and others
+                          compute partial results for pieces of the past, pieces.cu adds these up
     block_sparse.py       attention that leaves out blocks of keys
     latent.py             latent attention
     recurrent.py          convolution and the gated delta rule
