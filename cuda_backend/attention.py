@@ -192,8 +192,9 @@ def pieces_launches(
     groups = warp_groups(card, keys.width, of_run, cache[0], keys.format) if is_long else None
     if groups is None:
         return [split]
-    name, defines, shared, threads, rows, ctas, folds = groups
-    committed = PiecesLaunch(name, defines, shared, threads, row_blocks(T, step.runs, group, rows), ctas, folds)
+    is_tall, defines, shared, threads, rows, ctas, folds = groups
+    blocks = row_blocks(T, step.runs, group, rows)
+    committed = PiecesLaunch("tall" if is_tall else "wide", defines, shared, threads, blocks, ctas, folds)
     return [committed, split._replace(defines=(*split.defines, "TAILS=1"))]
 
 

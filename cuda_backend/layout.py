@@ -306,12 +306,13 @@ def takes_64_rows(card: Card, width: int, rows: int, packed: int = 0, exact: boo
 class WarpGroups(NamedTuple):
     """Build and launch of a kernel of warp groups: macros of its sizes, shared memory in bytes, threads.
 
-    rows   rows per CTA
-    ctas   CTAs per multiprocessor
-    folds  whether sums of pieces may be part of a later piece's
+    is_tall  whether it is kernels/tall.cu, not wide.cu
+    rows     rows per CTA
+    ctas     CTAs per multiprocessor
+    folds    whether sums of pieces may be part of a later piece's
     """
 
-    kernel: str
+    is_tall: bool
     defines: tuple[str, ...]
     shared: int
     threads: int
@@ -342,7 +343,7 @@ def tall_tiles(card: Card, width: int, rows: int, packed: int = 0) -> WarpGroups
     room = card.block_shared if ctas == 1 else card.shared // 2 - 1024
     ring, shared = _ring(room - 4096 - fixed, width, packed)
     sizes = f"D={width}", "ROWS_EACH=64", f"GROUPS={groups}", f"CTAS={ctas}", f"FOLDS={int(folds)}", *ring
-    return WarpGroups("tall", sizes, fixed + shared, 128 * (groups + 1), 64 * groups, ctas, folds)
+    return WarpGroups(True, sizes, fixed + shared, 128 * (groups + 1), 64 * groups, ctas, folds)
 
 
 def wide_tiles(card: Card, width: int, rows: int, packed: int = 0) -> WarpGroups:
@@ -352,7 +353,7 @@ def wide_tiles(card: Card, width: int, rows: int, packed: int = 0) -> WarpGroups
     fixed = 3 * each * 2 * (width + SPLIT_TILE)
     ring, shared = _ring(card.block_shared - 8192 - fixed, width, packed)
     sizes = f"D={width}", f"ROWS_EACH={each}", "GROUPS=3", *ring
-    return WarpGroups("wide", sizes, fixed + shared, 512, 3 * each, 1)
+    return WarpGroups(False, sizes, fixed + shared, 512, 3 * each, 1)
 
 
 def _ring(room: int, width: int, packed: int) -> tuple[tuple[str, ...], int]:

@@ -167,7 +167,7 @@ def attention_builds(card: Card) -> list[Build]:
 def of_warp_groups(card: Card, width: int, packed: int = 0, keys: str = "f16") -> list[tuple[str, tuple[str, ...]]]:
     """Kernels of warp groups for each number of rows, with definitions."""
     found = [warp_groups(card, width, rows, packed, keys) for rows in (24, 48, 96, 144, 256)]
-    return [(x.kernel, x.defines) for x in dict.fromkeys(found) if x]
+    return [("tall" if x.is_tall else "wide", x.defines) for x in dict.fromkeys(found) if x]
 
 
 def packed_builds(card: Card) -> list[Build]:
