@@ -87,7 +87,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
         n=n,
         stream=stream,
         first_call_only=not several,
-        grammar=grammar_of(facts, tools, choice, openai_format(fields.object("response_format")), several),
+        grammar=grammar_of(facts, tools, choice, openai_format(fields.object("response_format"), nested=True), several),
         budget=_budget(fields, effort),
     )
     usage = bool(streaming and streaming.flag("include_usage", False))

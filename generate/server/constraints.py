@@ -6,7 +6,7 @@ from typing import Any
 
 from common.call_grammar import call_rules, reply_grammar
 from common.errors import UsageError
-from common.rules import whole
+from common.rules import Rule, whole
 from common.tools import Syntax, schemas, syntax_of
 from generate.server.errors import ApiError
 from generate.server.facts import Facts
@@ -75,13 +75,19 @@ def _checked(fields: Fields, choice: Choice, tools: Sequence[dict[str, Any]]) ->
     return choice
 
 
-def openai_format(form: Fields | None) -> Form | None:
-    """Return the form that `response_format` or `text.format` asks for, whose schema stands inside; None for text."""
+def openai_format(form: Fields | None, nested: bool = False) -> Form | None:
+    """Return the form that a request asks for; None for text.
+
+    nested  the schema stands inside an entry `json_schema`, as in Chat Completions; else in `form` itself
+    """
     if form is None:
         return None
     kind = form.choice("type", "text", "json_object", "json_schema")
     if kind == "json_schema":
-        holder = form.object("json_schema") or form
+        holder = form.object("json_schema")
+        if nested and holder is None and not form.has("schema"):
+            form.need("json_schema", Rule("an object with a schema", OBJECT.convert))
+        holder = holder or form
         return Form(holder.need("schema", OBJECT), holder.name("schema"))
     return Form(form.take("schema", OBJECT, ANY_OBJECT), form.name("schema")) if kind == "json_object" else None
 

@@ -183,7 +183,11 @@ def test_the_field_of_a_schema_that_is_refused(nonsense, path, fields, param):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"response_format": {"type": "json_schema"}}, "schema is missing"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is missing; it must be an object"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.schema is missing",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "frob"}}}}, "not supported"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "must be an object"),
