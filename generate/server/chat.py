@@ -76,8 +76,8 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     effort = fields.text("reasoning_effort")
     rendering = effort_options(effort, facts) | thinking_options(fields, facts)
     rendering |= template_options(fields.object("chat_template_kwargs"), facts)
-    if tools and choice.mode != "none":
-        rendering["tools"] = tools
+    if seen := choice.shown(tools):
+        rendering["tools"] = seen
     stream = fields.flag("stream", False)
     streaming = fields.object("stream_options")
     n = fields.take("n", whole(1, MOST_CHOICES), 1)

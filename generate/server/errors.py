@@ -88,9 +88,15 @@ def refusal(error: Exception) -> ApiError | None:
 
 
 def too_long(error: PromptTooLongError, field: str) -> ApiError:
-    """Return the refusal of a prompt beyond the context, which stands in `field` of the request."""
+    """Return the refusal of a prompt beyond the context, which stands in `field` of the request.
+
+    It begins with Anthropic's words, by which Claude Code, LiteLLM and LangChain recognize it.
+    """
+    words = (
+        f"prompt is too long: {error.tokens} tokens > {error.context} maximum; shorten it, or serve with a larger --ctx"
+    )
     numbers = {"n_prompt_tokens": error.tokens, "n_ctx": error.context}
-    return ApiError(400, str(error), "context_length_exceeded", field, numbers)
+    return ApiError(400, words, "context_length_exceeded", field, numbers)
 
 
 def failure(error: Exception) -> ApiError:

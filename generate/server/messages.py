@@ -75,8 +75,8 @@ def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
     rendering, thoughts = _thinking(fields, facts)
     choice = anthropic_choice(fields, tools)
     several = not (fields.object("tool_choice") or Fields({})).flag("disable_parallel_tool_use", False)
-    if tools and choice.mode != "none":
-        rendering["tools"] = tools
+    if seen := choice.shown(tools):
+        rendering["tools"] = seen
     output = fields.object("output_config") or Fields({})
     form = output.object("format") or fields.object("output_format")  # the present and the earlier place
     budget = budget_of(fields.object("thinking") or Fields({}), output.text("effort"), "budget_tokens")

@@ -122,6 +122,17 @@ def test_calls_that_are_required_in_the_other_dialects(nonsense):
         assert all(block["name"] in names for block in body["content"])
 
 
+def test_calls_of_the_allowed_tools(nonsense):
+    allowed = {"tools": [{"type": "function", "function": {"name": "two"}}]}
+    chosen = {"type": "allowed_tools", "allowed_tools": {"mode": "required", **allowed}}
+    calls = chat(nonsense, tools=OPENAI, tool_choice=chosen)["message"]["tool_calls"]
+    assert {call["function"]["name"] for call in calls} == {"two"}
+    flat = [{"type": "function", **tool["function"]} for tool in OPENAI]
+    chosen = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "one"}]}
+    fields = {"input": "Hello?", "tools": flat, "tool_choice": chosen, **SAMPLING}
+    assert {item["name"] for item in nonsense.post("/v1/responses", json=fields).json()["output"]} == {"one"}
+
+
 def test_a_schema_leaves_room_for_calls(nonsense):
     """An agent with a schema for its last message calls its tools before that."""
     form = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
@@ -197,7 +208,15 @@ def test_the_field_of_a_schema_that_is_refused(nonsense, path, fields, param):
         ({"logit_bias": {"-1": 2}}, "must be a token id"),
         ({"tool_choice": "required"}, "tools are: none"),
         ({"tools": OPENAI, "tool_choice": {"type": "function", "function": {"name": "three"}}}, "one, two"),
-        ({"tools": OPENAI, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": OPENAI, "tool_choice": {"type": "hosted_tool"}}, "tool_choice.type"),
+        ({"tools": OPENAI, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools is None"),
+        (
+            {
+                "tools": OPENAI,
+                "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "three"}]},
+            },
+            "one, two",
+        ),
     ],
 )
 def test_what_cannot_be_kept_is_refused(nonsense, fields, words):
