@@ -17,13 +17,13 @@ from generate import __version__
 from generate.server.body import read_json
 from generate.server.chat import MOST_LOGPROBS
 from generate.server.constraints import Choice, grammar_of, ollama_format
-from generate.server.conversation import MOST_MESSAGES, Message, arrange, calls_of, tools_of
+from generate.server.conversation import MOST_MESSAGES, Message, arrange, calls_of, reply_begun, tools_of
 from generate.server.errors import envelope
 from generate.server.events import CallArguments, CallBegin, CallEnd, Event, Failed, Finish, Reasoning, Text, Whole
 from generate.server.facts import Facts
 from generate.server.fields import TEXT, Fields, limit, sampling, stops
 from generate.server.task import Chat, Task
-from generate.server.thinking import effort_options, switch_options
+from generate.server.thinking import effort_options, options_of_begun, switch_options
 from generate.server.wire import Frame, Parsed, chat_logprobs, dumps
 
 VERSION = "0.13.5"  # of the implemented API; clients require a minimum
@@ -66,9 +66,13 @@ def parse_chat(fields: Fields, facts: Facts) -> Parsed:
     rendering = _rendering(fields, facts)
     if tools := tools_of(fields, ["function"]):
         rendering["tools"] = tools
-    return _parsed(
-        fields, facts, _head(fields, facts, True), Chat(arrange(messages, facts), rendering) if messages else None
-    )
+    head = _head(fields, facts, True)
+    if not messages:
+        return _parsed(fields, facts, head, None)
+    kept, begun = reply_begun(messages)
+    if begun:
+        rendering = options_of_begun(rendering, facts, ollama_format(fields) is not None, "messages")
+    return _parsed(fields, facts, head, Chat(arrange(kept, facts), rendering, begun))
 
 
 def parse_generate(fields: Fields, facts: Facts) -> Parsed:

@@ -191,6 +191,9 @@ def test_the_field_of_a_schema_that_is_refused(nonsense, path, fields, param):
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
+BEGUN = {"continue_final_message": True, "messages": [*USER, {"role": "assistant", "content": "Well"}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -203,8 +206,10 @@ def test_the_field_of_a_schema_that_is_refused(nonsense, path, fields, param):
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "frob"}}}}, "not supported"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "must be an object"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, "cannot be followed"),
-        ({"continue_final_message": True}, "a reply is always a new message"),
-        ({"add_generation_prompt": False}, "a reply is always a new message"),
+        ({"continue_final_message": True}, "continue_final_message is True; the last of several messages must be text"),
+        ({"add_generation_prompt": False}, "it goes with continue_final_message"),
+        ({**BEGUN, "response_format": {"type": "json_object"}}, "a reply that has a required form or call cannot"),
+        ({**BEGUN, "reasoning_effort": "high"}, "a reply that reasons first cannot continue it"),
         ({"logit_bias": {"-1": 2}}, "must be a token id"),
         ({"tool_choice": "required"}, "tools are: none"),
         ({"tools": OPENAI, "tool_choice": {"type": "function", "function": {"name": "three"}}}, "one, two"),
