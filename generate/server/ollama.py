@@ -248,7 +248,7 @@ def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
 def _details(facts: Facts) -> dict[str, Any]:
     family = facts.architecture
     form = "gguf" if facts.is_gguf else "safetensors"
-    more = {"parameter_size": "unknown", "quantization_level": "unknown"}
+    more = {"parameter_size": shown_count(facts.parameters), "quantization_level": facts.quantization}
     return {"parent_model": "", "format": form, "family": family, "families": [family], **more}
 
 
@@ -257,10 +257,21 @@ def tags(facts: Facts) -> dict[str, Any]:
     return {"models": [_entry(facts)]}
 
 
+def _modified(facts: Facts) -> str:
+    return datetime.fromtimestamp(facts.created, UTC).isoformat()
+
+
+def shown_count(count: int) -> str:
+    """Write a number of parameters as Ollama does: 134.52M, 8.0B."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.{2 if unit == 'M' else 1}f}{unit}"
+    return str(count)
+
+
 def _entry(facts: Facts) -> dict[str, Any]:
-    modified = datetime.fromtimestamp(facts.created, UTC).isoformat()
     digest = hashlib.sha256(facts.name.encode()).hexdigest()
-    names = {"name": facts.name, "model": facts.name, "modified_at": modified}
+    names = {"name": facts.name, "model": facts.name, "modified_at": _modified(facts)}
     return names | {"size": facts.size, "digest": digest, "details": _details(facts)}
 
 
@@ -277,10 +288,17 @@ def show(facts: Facts) -> dict[str, Any]:
     capabilities += ["thinking"] if facts.thinks else []
     info = {
         "general.architecture": facts.architecture,
+        "general.parameter_count": facts.parameters,
         f"{facts.architecture}.context_length": facts.context,
-        "tokenizer.ggml.tokens": facts.vocab,
+        f"{facts.architecture}.vocab_size": facts.vocab,
     }
-    body = {"modelfile": "", "parameters": "", "template": facts.template, "details": _details(facts)}
+    body = {
+        "modified_at": _modified(facts),
+        "modelfile": "",
+        "parameters": "",
+        "template": facts.template,
+        "details": _details(facts),
+    }
     return body | {"model_info": info, "capabilities": capabilities, "license": ""}
 
 
