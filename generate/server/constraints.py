@@ -33,8 +33,8 @@ class Choice:
         """Return the tools that the model sees: none, all, or where it may choose, those that may be called."""
         if self.mode == "none":
             return []
-        chooses = self.mode == "auto" and self.names is not None
-        return [tool for tool in tools if not chooses or tool["function"]["name"] in self.names]
+        names = self.names if self.mode == "auto" else None
+        return [tool for tool in tools if names is None or tool["function"]["name"] in names]
 
 
 @dataclass(frozen=True)
