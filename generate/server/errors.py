@@ -92,9 +92,8 @@ def too_long(error: PromptTooLongError, field: str) -> ApiError:
 
     It begins with Anthropic's words, by which Claude Code, LiteLLM and LangChain recognize it.
     """
-    words = (
-        f"prompt is too long: {error.tokens} tokens > {error.context} maximum; shorten it, or serve with a larger --ctx"
-    )
+    lengths = f"{error.tokens} tokens > {error.context} maximum"
+    words = f"prompt is too long: {lengths}; shorten it, or serve a larger context (--ctx)"
     numbers = {"n_prompt_tokens": error.tokens, "n_ctx": error.context}
     return ApiError(400, words, "context_length_exceeded", field, numbers)
 
