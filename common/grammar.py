@@ -19,6 +19,8 @@ WHITE_SPACE = r"\n[ ]{0,24}|[ ]{1,2}"
 SCHEMA_ERROR = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: ")
 SHOWN = re.compile(r"<state>|\n +\d+ \| ")  # what llguidance shows after the words of an error
 OF, GUIDANCE = "$comment", "x-guidance"  # keys of a schema: the name of its owner, and options of llguidance
+COMBINING = ("allOf", "anyOf", "oneOf", "$ref")  # keys whose schemas apply to the same value as those beside them
+OPENING = {"additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties"}  # other properties
 MOST_TRIES = 64  # of parts of a schema, of which one is at fault; each takes a millisecond
 
 
@@ -168,11 +170,48 @@ def _words(error: str) -> str:
 
 
 def json_rule(name: str, schema: Any, of: str, lenient: bool = False) -> str:
-    """Return a rule of a Lark grammar for JSON of a schema.
+    """Return a rule of a Lark grammar for JSON of a schema, without properties that the schema does not name.
 
     of       owner of the schema, in words, for errors
     lenient  leave out keywords that llguidance does not know
     """
     options = {"whitespace_pattern": WHITE_SPACE, "lenient": lenient}
-    described = dict(schema) if isinstance(schema, Mapping) else ({} if schema is True else {"not": {}})
+    described = closed(schema) if isinstance(schema, Mapping) else ({} if schema is True else {"not": {}})
     return f"{name}: %json {json.dumps(described | {OF: of, GUIDANCE: options})}\n"
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema in which objects that name properties have no others, unless it says something about others.
+
+    A weak model would otherwise add properties to the end of the context; llama.cpp, and vLLM by xgrammar, close
+    objects too. A schema whose parts describe one object together, such as an allOf, is returned as it is.
+    """
+    return dict(schema) if _is_combined(schema) else _closed(schema)
+
+
+def _is_combined(schema: Mapping[str, Any]) -> bool:
+    """Test whether any part of a schema applies several schemas to the same value."""
+    applied = sum(
+        len(schema[key]) if key == "allOf" and isinstance(schema[key], list) else 1
+        for key in COMBINING
+        if schema.get(key)
+    )
+    together = applied > 1 or (applied == 1 and "properties" in schema)
+    return together or any(_is_combined(part) for _, part in _parts(schema))
+
+
+def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(schema)
+    for key in ("$defs", "definitions", "properties"):
+        if isinstance(held := schema.get(key), Mapping):
+            found[key] = {name: _closed(part) if isinstance(part, Mapping) else part for name, part in held.items()}
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        if isinstance(held := schema.get(key), list):
+            found[key] = [_closed(part) if isinstance(part, Mapping) else part for part in held]
+    if isinstance(items := schema.get("items"), Mapping):
+        found["items"] = _closed(items)
+    named, required = schema.get("properties"), schema.get("required", [])
+    if isinstance(named, Mapping) and named and not OPENING & schema.keys():
+        can_close = isinstance(required, list) and all(key in named for key in required if isinstance(key, str))
+        found |= {"additionalProperties": False} if can_close else {}
+    return found

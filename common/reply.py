@@ -31,8 +31,11 @@ class ReplyParser:
     never ends are text, including their tags.
     """
 
-    def __init__(self, template: str, prompt: str, tools: Sequence[Any] | None = None):
-        """template: Jinja source; prompt: what it rendered; tools: as in OpenAI's API."""
+    def __init__(self, template: str, prompt: str, tools: Sequence[Any] | None = None, begun: str = ""):
+        """template: Jinja source; prompt: what it rendered; tools: as in OpenAI's API.
+
+        begun  text after the prompt with which the reply has begun, and which is not shown
+        """
         self._schemas = schemas(tools or ())
         self._syntax = syntax_of(template) if tools else None
         bare = self._syntax.bare if self._syntax else ""
@@ -47,6 +50,9 @@ class ReplyParser:
         self._bare = False  # whether that call began without <tool_call>
         self._after_call = False
         self.calls = 0
+        if begun:
+            self.push(begun, Parts())
+            self._held = self._held if self._state == self._call else ""
 
     @property
     def in_reasoning(self) -> bool:

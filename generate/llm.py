@@ -89,12 +89,12 @@ class Prepared:
     """A prompt for `LLM.astream_prepared`, once or several times.
 
     tokens  of the prompt
-    parser  makes the parser of one reply; None: the reply is plain text
+    parser  makes the parser of one reply, given the text `begun` with which it has begun, if any; None: plain text
     turns   the turns that a chat template shows in it
     """
 
     tokens: list[int]
-    parser: Callable[[], ReplyParser] | None = None
+    parser: Callable[..., ReplyParser] | None = None
     turns: Turns = field(default_factory=Turns)
 
 

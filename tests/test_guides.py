@@ -10,6 +10,7 @@ from tiny_chat import write as write_model
 import generate
 from common.call_grammar import call_rules, reply_grammar
 from common.errors import UsageError
+from common.grammar import closed
 from common.guide import AfterReasoning, spilling
 from common.tools import GLM, HERMES, QWEN_XML, find_syntax, read_call
 
@@ -116,6 +117,36 @@ def test_calls_of_a_model_that_writes_nonsense_are_calls(nonsense, syntax, seed)
     if call["name"] == "look_up":
         assert {"word", "kind"} <= arguments.keys() <= {"word", "kind", "count"}
         assert arguments["kind"] in ("noun", "verb")
+
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_closed"),
+    [
+        (POINT, True),
+        ({"type": "array", "items": POINT}, True),
+        ({"properties": {"p": {"$ref": "#/$defs/point"}}, "required": ["p"], "$defs": {"point": POINT}}, True),
+        ({"anyOf": [POINT, {"type": "null"}]}, True),
+        ({**POINT, "additionalProperties": True}, False),
+        ({**POINT, "additionalProperties": {"type": "integer"}}, False),
+        ({**POINT, "required": ["x", "y"]}, False),
+        ({"type": "object"}, False),
+        ({"allOf": [POINT, {"properties": {"y": {"type": "integer"}}, "required": ["y"]}]}, False),
+        ({**POINT, "anyOf": [{"required": ["y"]}, {"required": ["z"]}]}, False),
+    ],
+)
+def test_objects_have_the_properties_that_their_schema_names(schema, is_closed):
+    """Every value of a closed schema is one of the schema, and a schema that allows other properties stays open."""
+    found = closed(schema)
+    jsonschema = pytest.importorskip("jsonschema")
+    shapes = ({"x": 1}, {"x": 1, "y": 2}, {"x": 1, "y": "b", "z": 3}, {}, {"x": "a"}, None)
+    values = [*shapes, *([shape] for shape in shapes), *({"p": shape} for shape in shapes)]
+    before, after = ([jsonschema.Draft202012Validator(s).is_valid(v) for v in values] for s in (schema, found))
+    assert all(old or not new for old, new in zip(before, after, strict=True))
+    assert any(after)
+    assert (before != after) == is_closed
 
 
 def test_a_grammar_that_is_none_is_refused(nonsense):

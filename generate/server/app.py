@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 
+from generate import __version__
 from generate.server import chat, completions, messages, ollama, page, responses, utilities
 from generate.server.answer import Generate, Utility
 from generate.server.errors import RETRY, ApiError
@@ -52,6 +53,12 @@ def _status(service: Service) -> list[BaseRoute]:
             raise ApiError(503, "the server shuts down", retry=RETRY)
         return {"status": "ok", "model": service.facts.name}
 
+    def slots(request: Request) -> list[dict[str, Any]]:
+        found = service.slots_list()
+        if request.query_params.get("fail_on_no_slot") and all(slot["is_processing"] for slot in found):
+            raise ApiError(503, "no slot is free", retry=RETRY)
+        return found
+
     async def metrics(request: Request) -> Response:
         return Response(service.metrics_text(), media_type=MEDIA)
 
@@ -59,10 +66,10 @@ def _status(service: Service) -> list[BaseRoute]:
         Route("/metrics", metrics, methods=["GET"]),
         _get("/health", health),
         _get("/v1/health", health),
-        _get("/version", lambda request: ollama.version()),
+        _get("/version", lambda request: {"version": __version__}),
         _get("/props", lambda request: service.props()),
         _get("/tokenizer_info", lambda request: utilities.tokenizer_info(service.facts)),
-        _get("/slots", lambda request: service.slots_list()),
+        _get("/slots", slots),
         *(_get(f"{prefix}/models", lambda request: model_list(service.facts)) for prefix in PREFIXES),
         _get("/v1/models/{name:path}", lambda request: model_entry(service.facts)),
     ]

@@ -7,7 +7,7 @@ from typing import Any
 from common.pieces import Logprob, Stats
 from common.rules import number, whole
 from generate.server.constraints import budget_of, grammar_of, openai_choice, openai_format
-from generate.server.conversation import MOST_TOOLS, arrange, messages_of, tools_of
+from generate.server.conversation import MOST_TOOLS, Message, arrange, messages_of, reply_begun, tools_of
 from generate.server.custom_tools import input_of
 from generate.server.errors import ApiError, envelope
 from generate.server.events import (
@@ -26,7 +26,7 @@ from generate.server.events import (
 from generate.server.facts import Facts
 from generate.server.fields import Fields, limit, priority, sampling, stops
 from generate.server.task import Chat, Task
-from generate.server.thinking import effort_options, template_options, thinking_options
+from generate.server.thinking import effort_options, options_of_begun, template_options, thinking_options
 from generate.server.wire import Frame, Parsed, chat_logprobs, new_id, now, openai_usage, sse, timings
 
 MOST_CHOICES = 128
@@ -76,23 +76,39 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     effort = fields.text("reasoning_effort")
     rendering = effort_options(effort, facts) | thinking_options(fields, facts)
     rendering |= template_options(fields.object("chat_template_kwargs"), facts)
-    if tools and choice.mode != "none":
-        rendering["tools"] = tools
+    if seen := choice.shown(tools):
+        rendering["tools"] = seen
     stream = fields.flag("stream", False)
     streaming = fields.object("stream_options")
     n = fields.take("n", whole(1, MOST_CHOICES), 1)
+    grammar = grammar_of(facts, tools, choice, openai_format(fields.object("response_format"), nested=True), several)
     task = Task(
-        prompts=[Chat(arrange(messages_of(fields), facts), rendering)],
+        prompts=[_conversation(fields, facts, rendering, grammar is not None)],
         options=options,
         n=n,
         stream=stream,
         first_call_only=not several,
-        grammar=grammar_of(facts, tools, choice, openai_format(fields.object("response_format")), several),
+        grammar=grammar,
         budget=_budget(fields, effort),
     )
     usage = bool(streaming and streaming.flag("include_usage", False))
     head = Head(new_id("chatcmpl-"), now(), facts, usage, logprobs, n, custom_names(fields))
     return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies))
+
+
+def _conversation(fields: Fields, facts: Facts, rendering: dict[str, Any], constrained: bool) -> Chat:
+    """Read the messages; as in vLLM, `continue_final_message` has the reply go on from the last one."""
+    messages: Sequence[Message] = messages_of(fields)
+    continues = fields.flag("continue_final_message", False)
+    if not continues and fields.flag("add_generation_prompt") is False:
+        raise fields.refuse("add_generation_prompt", "it goes with continue_final_message")
+    begun = ""
+    if continues:
+        messages, begun = reply_begun(messages)
+        if not begun:
+            raise fields.refuse("continue_final_message", "the last of several messages must be text of the assistant")
+        rendering = options_of_begun(rendering, facts, constrained, "messages")
+    return Chat(arrange(messages, facts), rendering, begun)
 
 
 def custom_names(fields: Fields) -> set[str]:
@@ -146,12 +162,6 @@ def _refuse_unsupported(fields: Fields) -> None:
             raise fields.refuse(key, "it is not supported; give functions as tools, and choose by tool_choice")
     if fields.has("web_search_options"):
         raise fields.refuse("web_search_options", "it is not supported; leave it out")
-    continues = fields.flag("continue_final_message")
-    if continues or fields.flag("add_generation_prompt") is False:
-        name = "continue_final_message" if continues else "add_generation_prompt"
-        raise fields.refuse(
-            name, "a reply is always a new message; /apply-template and Completions can go on from text"
-        )
 
 
 class Writer:

@@ -1,13 +1,14 @@
 """Constraints on a reply's form: JSON of a schema, a tool call, or reasoning of bounded length."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from common.call_grammar import call_rules, reply_grammar
 from common.errors import UsageError
-from common.rules import whole
+from common.rules import Rule, whole
 from common.tools import Syntax, schemas, syntax_of
+from generate.server.conversation import MOST_TOOLS
 from generate.server.errors import ApiError
 from generate.server.facts import Facts
 from generate.server.fields import OBJECT, TEXT, Fields
@@ -21,12 +22,19 @@ EFFORT_BUDGETS = {"minimal": 512, "low": 2048}  # tokens of reasoning; higher ef
 class Choice:
     """Choice of a request: whether tools may or must be called.
 
-    mode  "none", "auto" or "required"
-    name  the only tool that may be called; None: any
+    mode   "none", "auto" or "required"
+    names  the only tools that may be called; None: any
     """
 
     mode: str
-    name: str | None = None
+    names: Collection[str] | None = None
+
+    def shown(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the tools that the model sees: none, all, or where it may choose, those that may be called."""
+        if self.mode == "none":
+            return []
+        names = self.names if self.mode == "auto" else None
+        return [tool for tool in tools if names is None or tool["function"]["name"] in names]
 
 
 @dataclass(frozen=True)
@@ -49,10 +57,23 @@ def openai_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
         return _checked(fields, Choice(given or "auto"), tools)
     chosen = fields.object("tool_choice")
     assert chosen is not None
-    if (kind := chosen.text("type")) not in ("function", "custom"):
-        raise chosen.refuse("type", "it must be function or custom")
+    kind = chosen.text("type")
+    if kind == "allowed_tools":
+        return _allowed(fields, chosen.object(kind) or chosen, tools)
+    if kind not in ("function", "custom"):
+        raise chosen.refuse("type", "it must be function, custom or allowed_tools")
     named = chosen.object(kind) or chosen
-    return _checked(fields, Choice("required", named.need("name", TEXT)), tools)
+    return _checked(fields, Choice("required", [named.need("name", TEXT)]), tools)
+
+
+def _allowed(fields: Fields, allowed: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
+    """Return the choice of `allowed_tools`: its list names those of the request's tools that may be called."""
+    names = [
+        (tool.object(tool.text("type", "")) or tool).need("name", TEXT) for tool in allowed.objects("tools", MOST_TOOLS)
+    ]
+    if not names:
+        raise allowed.refuse("tools", "it must name at least one of the tools")
+    return _checked(fields, Choice(allowed.choice("mode", "auto", "required", default="auto"), names), tools)
 
 
 def anthropic_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
@@ -63,25 +84,31 @@ def anthropic_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
     mode = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}.get(given.need("type", TEXT))
     if mode is None:
         raise given.refuse("type", "it must be auto, any, tool or none")
-    named = given.need("name", TEXT) if given.values["type"] == "tool" else None
-    return _checked(fields, Choice(mode, named), tools)
+    names = [given.need("name", TEXT)] if given.values["type"] == "tool" else None
+    return _checked(fields, Choice(mode, names), tools)
 
 
 def _checked(fields: Fields, choice: Choice, tools: Sequence[dict[str, Any]]) -> Choice:
     names = [tool["function"]["name"] for tool in tools]
-    if choice.mode == "required" and (not names or (choice.name is not None and choice.name not in names)):
+    if (choice.mode == "required" and not names) or not set(choice.names or ()) <= set(names):
         known = ", ".join(names[:20]) or "none"
         raise fields.refuse("tool_choice", f"the functions among the tools are: {known}")
     return choice
 
 
-def openai_format(form: Fields | None) -> Form | None:
-    """Return the form that `response_format` or `text.format` asks for, whose schema stands inside; None for text."""
+def openai_format(form: Fields | None, nested: bool = False) -> Form | None:
+    """Return the form that a request asks for; None for text.
+
+    nested  the schema stands inside an entry `json_schema`, as in Chat Completions; else in `form` itself
+    """
     if form is None:
         return None
     kind = form.choice("type", "text", "json_object", "json_schema")
     if kind == "json_schema":
-        holder = form.object("json_schema") or form
+        holder = form.object("json_schema")
+        if nested and holder is None and not form.has("schema"):
+            form.need("json_schema", Rule("an object with a schema", OBJECT.convert))
+        holder = holder or form
         return Form(holder.need("schema", OBJECT), holder.name("schema"))
     return Form(form.take("schema", OBJECT, ANY_OBJECT), form.name("schema")) if kind == "json_object" else None
 
@@ -111,7 +138,7 @@ def grammar_of(
     several  a reply may have more than one call
     """
     syntax = call_syntax(facts)
-    named = {name: s for name, s in schemas(list(tools)).items() if choice.name in (None, name)}
+    named = {name: s for name, s in schemas(list(tools)).items() if choice.names is None or name in choice.names}
     try:
         if choice.mode == "required":
             if syntax is None:

@@ -59,6 +59,13 @@ def arrange(messages: Sequence[Message], facts: Facts) -> list[Message]:
     return out
 
 
+def reply_begun(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
+    """Split off the text of the assistant's last message, with which the reply begins; "" without one."""
+    last = messages[-1]
+    plain = last["role"] == "assistant" and not last.get("tool_calls") and not last.get("reasoning_content")
+    return (messages[:-1], last["content"]) if plain and last["content"] and len(messages) > 1 else (messages, "")
+
+
 def tools_of(fields: Fields, kinds: Collection[str] = ("function", "custom")) -> list[dict[str, Any]]:
     """Return a request's tools as functions in the form of Chat Completions; refuses types other than `kinds`."""
     found = []

@@ -88,9 +88,14 @@ def refusal(error: Exception) -> ApiError | None:
 
 
 def too_long(error: PromptTooLongError, field: str) -> ApiError:
-    """Return the refusal of a prompt beyond the context, which stands in `field` of the request."""
+    """Return the refusal of a prompt beyond the context, which stands in `field` of the request.
+
+    It begins with Anthropic's words, by which Claude Code, LiteLLM and LangChain recognize it.
+    """
+    lengths = f"{error.tokens} tokens > {error.context} maximum"
+    words = f"prompt is too long: {lengths}; shorten it, or serve a larger context (--ctx)"
     numbers = {"n_prompt_tokens": error.tokens, "n_ctx": error.context}
-    return ApiError(400, str(error), "context_length_exceeded", field, numbers)
+    return ApiError(400, words, "context_length_exceeded", field, numbers)
 
 
 def failure(error: Exception) -> ApiError:

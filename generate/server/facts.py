@@ -1,12 +1,15 @@
 """Facts about the served model, found once, when the model is loaded."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint import open_checkpoint
 from common.errors import BimetalError
 from common.grammar import Grammars
 from common.guide import spilling
@@ -27,6 +30,8 @@ class Facts:
     late_system   whether the template takes a system message after others
     is_gguf       its files are GGUF, and not safetensors
     size          their bytes
+    parameters    numbers of their tensors
+    quantization  the type of most of their bytes: "Q4_K", "BF16", "affine 4-bit"
     grammars      makes the guides that constrain replies
     limit         most tokens of a reply whose request has no limit; None: to the end of the context
     """
@@ -41,9 +46,17 @@ class Facts:
     late_system: bool
     is_gguf: bool
     size: int
+    parameters: int
+    quantization: str
     grammars: Grammars
     limit: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def control_texts(self) -> dict[str, str | None]:
+        """Return the texts of the tokens that begin and end a sequence, under the names of transformers."""
+        ids = {"bos_token": self.tokenizer.bos_id, "eos_token": self.tokenizer.eos_id}
+        return {name: None if id is None else self.tokenizer.decode([id]) for name, id in ids.items()}
 
     @property
     def switches_thinking(self) -> bool:
@@ -70,6 +83,10 @@ def facts_of(llm: LLM, name: str, limit: int | None = None) -> Facts:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
     late = [{"role": "system", "content": "a"}, *turns, turns[0], {"role": "system", "content": "b"}]
     path = Path(name)
+    tensors = open_checkpoint(llm.path).tensors.values()
+    types: Counter[str] = Counter()
+    for tensor in tensors:
+        types[f"{tensor.type} {tensor.bits}-bit" if tensor.scales else tensor.type] += tensor.nbytes
     return Facts(
         name=path.stem if path.exists() else name,
         tokenizer=llm.tokenizer,
@@ -83,6 +100,8 @@ def facts_of(llm: LLM, name: str, limit: int | None = None) -> Facts:
         grammars=Grammars(llm.tokenizer, llm.vocab_size),
         limit=limit,
         size=sum(file.stat().st_size for file in _files(llm.path)),
+        parameters=sum(prod(tensor.shape) for tensor in tensors),
+        quantization=types.most_common(1)[0][0],
     )
 
 

@@ -9,7 +9,7 @@ from common.amounts import counted
 from common.rules import Rule, one_of, whole
 from generate.server.client_tools import tool_of
 from generate.server.constraints import anthropic_choice, budget_of, grammar_of, openai_format
-from generate.server.conversation import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, Message, arrange
+from generate.server.conversation import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, Message, arrange, reply_begun
 from generate.server.errors import ApiError, envelope
 from generate.server.events import (
     Call,
@@ -28,7 +28,7 @@ from generate.server.events import (
 from generate.server.facts import Facts
 from generate.server.fields import LIST, OBJECT, OPTION_RULES, TEXT, TEXT_OR_LIST, Fields, sampling, stops
 from generate.server.task import Chat, Task
-from generate.server.thinking import KINDS, effort_options, switch_options
+from generate.server.thinking import KINDS, effort_options, options_of_begun, switch_options
 from generate.server.wire import Frame, Parsed, named_sse, new_id
 
 BILLING = "x-anthropic-billing-header:"  # a line that differs between requests, and is removed
@@ -75,17 +75,21 @@ def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
     rendering, thoughts = _thinking(fields, facts)
     choice = anthropic_choice(fields, tools)
     several = not (fields.object("tool_choice") or Fields({})).flag("disable_parallel_tool_use", False)
-    if tools and choice.mode != "none":
-        rendering["tools"] = tools
+    if seen := choice.shown(tools):
+        rendering["tools"] = seen
     output = fields.object("output_config") or Fields({})
     form = output.object("format") or fields.object("output_format")  # the present and the earlier place
     budget = budget_of(fields.object("thinking") or Fields({}), output.text("effort"), "budget_tokens")
+    grammar = grammar_of(facts, tools, choice, openai_format(form), several)
+    messages, begun = reply_begun(messages_of(fields))
+    if begun:
+        rendering = options_of_begun(rendering, facts, grammar is not None, "messages")
     task = Task(
-        [Chat(arrange([*_system(fields), *messages_of(fields)], facts), rendering)],
+        [Chat(arrange([*_system(fields), *messages], facts), rendering, begun)],
         options,
         stream=fields.flag("stream", False),
         first_call_only=not several,
-        grammar=grammar_of(facts, tools, choice, openai_format(form), several),
+        grammar=grammar,
         budget=budget,
     )
     return task, thoughts

@@ -22,7 +22,13 @@ def model_entry(facts: Facts) -> dict[str, Any]:
         "max_context_length": facts.context,
         "max_input_tokens": facts.context,
         "max_tokens": facts.context,
-        "meta": {"n_ctx": facts.context, "n_ctx_train": facts.trained_context, "n_vocab": facts.vocab},
+        "meta": {
+            "n_ctx": facts.context,
+            "n_ctx_train": facts.trained_context,
+            "n_vocab": facts.vocab,
+            "n_params": facts.parameters,
+            "size": facts.size,
+        },
         "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
         "state": "loaded",
     }

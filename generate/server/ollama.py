@@ -17,13 +17,13 @@ from generate import __version__
 from generate.server.body import read_json
 from generate.server.chat import MOST_LOGPROBS
 from generate.server.constraints import Choice, grammar_of, ollama_format
-from generate.server.conversation import MOST_MESSAGES, Message, arrange, calls_of, tools_of
+from generate.server.conversation import MOST_MESSAGES, Message, arrange, calls_of, reply_begun, tools_of
 from generate.server.errors import envelope
 from generate.server.events import CallArguments, CallBegin, CallEnd, Event, Failed, Finish, Reasoning, Text, Whole
 from generate.server.facts import Facts
 from generate.server.fields import TEXT, Fields, limit, sampling, stops
 from generate.server.task import Chat, Task
-from generate.server.thinking import effort_options, switch_options
+from generate.server.thinking import effort_options, options_of_begun, switch_options
 from generate.server.wire import Frame, Parsed, chat_logprobs, dumps
 
 VERSION = "0.13.5"  # of the implemented API; clients require a minimum
@@ -66,9 +66,13 @@ def parse_chat(fields: Fields, facts: Facts) -> Parsed:
     rendering = _rendering(fields, facts)
     if tools := tools_of(fields, ["function"]):
         rendering["tools"] = tools
-    return _parsed(
-        fields, facts, _head(fields, facts, True), Chat(arrange(messages, facts), rendering) if messages else None
-    )
+    head = _head(fields, facts, True)
+    if not messages:
+        return _parsed(fields, facts, head, None)
+    kept, begun = reply_begun(messages)
+    if begun:
+        rendering = options_of_begun(rendering, facts, ollama_format(fields) is not None, "messages")
+    return _parsed(fields, facts, head, Chat(arrange(kept, facts), rendering, begun))
 
 
 def parse_generate(fields: Fields, facts: Facts) -> Parsed:
@@ -244,7 +248,7 @@ def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
 def _details(facts: Facts) -> dict[str, Any]:
     family = facts.architecture
     form = "gguf" if facts.is_gguf else "safetensors"
-    more = {"parameter_size": "unknown", "quantization_level": "unknown"}
+    more = {"parameter_size": shown_count(facts.parameters), "quantization_level": facts.quantization}
     return {"parent_model": "", "format": form, "family": family, "families": [family], **more}
 
 
@@ -253,10 +257,21 @@ def tags(facts: Facts) -> dict[str, Any]:
     return {"models": [_entry(facts)]}
 
 
+def _modified(facts: Facts) -> str:
+    return datetime.fromtimestamp(facts.created, UTC).isoformat()
+
+
+def shown_count(count: int) -> str:
+    """Write a number of parameters as Ollama does: 134.52M, 8.0B."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.{2 if unit == 'M' else 1}f}{unit}"
+    return str(count)
+
+
 def _entry(facts: Facts) -> dict[str, Any]:
-    modified = datetime.fromtimestamp(facts.created, UTC).isoformat()
     digest = hashlib.sha256(facts.name.encode()).hexdigest()
-    names = {"name": facts.name, "model": facts.name, "modified_at": modified}
+    names = {"name": facts.name, "model": facts.name, "modified_at": _modified(facts)}
     return names | {"size": facts.size, "digest": digest, "details": _details(facts)}
 
 
@@ -273,10 +288,17 @@ def show(facts: Facts) -> dict[str, Any]:
     capabilities += ["thinking"] if facts.thinks else []
     info = {
         "general.architecture": facts.architecture,
+        "general.parameter_count": facts.parameters,
         f"{facts.architecture}.context_length": facts.context,
-        "tokenizer.ggml.tokens": facts.vocab,
+        f"{facts.architecture}.vocab_size": facts.vocab,
     }
-    body = {"modelfile": "", "parameters": "", "template": facts.template, "details": _details(facts)}
+    body = {
+        "modified_at": _modified(facts),
+        "modelfile": "",
+        "parameters": "",
+        "template": facts.template,
+        "details": _details(facts),
+    }
     return body | {"model_info": info, "capabilities": capabilities, "license": ""}
 
 

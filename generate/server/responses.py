@@ -93,8 +93,8 @@ def parse(store: Store, fields: Fields, facts: Facts) -> Parsed:
     choice, several = openai_choice(fields, tools), fields.flag("parallel_tool_calls", True)
     reasoning = fields.object("reasoning") or Fields({})
     rendering = effort_options(reasoning.text("effort"), facts)
-    if tools and choice.mode != "none":
-        rendering["tools"] = tools
+    if seen := choice.shown(tools):
+        rendering["tools"] = seen
     messages = messages_of(fields, store)
     if (previous := fields.text("previous_response_id")) is not None:
         messages = [*previous_messages(store, previous), *messages]

@@ -47,17 +47,20 @@ def run(args: argparse.Namespace) -> int:
     server = Server(config_of(app, timeout_graceful_shutdown=args.grace + CLOSING), service, log, args.grace)
     errors: list[BaseException] = []
 
+    listening = listen(args.host, args.port)
+    served = {"url": url_of(listening)} | served
+
     def ended(error: BaseException | None) -> None:
         if error is None:
             size = {"context": service.llm.context, "parallel": service.slots} if service.is_ready else {}
             log.line("ready", **served, **size, seconds=round(service.metrics.load_seconds, 1))
         else:
+            log.line("failed", **served)  # the error is printed when the server has ended
             errors.append(error)
             server.should_exit = True
 
-    listening = listen(args.host, args.port)
     before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-    log.line("listening", url=url_of(listening), **served)
+    log.line("loading", **served)  # until it is ready, the server answers with status 503
 
     def make() -> None:
         load_compressor(service, args.load.backend, compression)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from common.options import GenerationOptions
 from generate import __version__
 from generate.llm import LLM
 from generate.server.compression import Compressor
@@ -14,6 +15,11 @@ from generate.server.errors import RETRY, ApiError
 from generate.server.facts import Facts, facts_of
 from generate.server.metrics import Metrics
 from generate.server.store import Store
+
+SHOWN = (  # options of generation that /props shows also where nothing sets them
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("seed", "max_tokens"),
+)
 
 
 class Service:
@@ -140,12 +146,13 @@ class Service:
     def props(self) -> dict[str, Any]:
         """Describe the server, under llama.cpp's names."""
         facts = self.facts
-        settings = {"n_ctx": facts.context, "params": {**self.llm.recommended_options, **self.options}}
+        settings = {"n_ctx": facts.context, "params": self._params()}
         return {
             "default_generation_settings": settings,
             "total_slots": self.slots,
             "model_path": facts.name,
             "model_alias": facts.name,
+            **facts.control_texts,
             "chat_template": facts.template,
             "chat_template_caps": caps_of(facts),
             "modalities": {"vision": False, "audio": False},
@@ -157,6 +164,13 @@ class Service:
             "prefill_compression": None if self.compressor is None else self.compressor.shown(),
             "is_sleeping": False,
         }
+
+    def _params(self) -> dict[str, Any]:
+        """Return the options of a request that gives none, under our names and llama.cpp's; -1 is no limit, no seed."""
+        plain = GenerationOptions()
+        found = {name: getattr(plain, name) for name in SHOWN} | {**self.llm.recommended_options, **self.options}
+        found |= {name: -1 for name in ("max_tokens", "seed") if found[name] is None}
+        return found | {"n_predict": found["max_tokens"], "repeat_penalty": found["repetition_penalty"]}
 
     def _prefix_cache(self) -> dict[str, int]:
         """Count the tokens that the prefix cache holds, and those that it has saved so far."""

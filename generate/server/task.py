@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from common.call_grammar import REPLY
+from common.checks import check_fits
 from common.errors import PromptTooLongError, UsageError
 from common.grammar import SchemaError
 from common.guide import AfterReasoning, Guide
@@ -26,10 +27,12 @@ class Chat:
     """A conversation, in the form of OpenAI's API.
 
     options  of rendering: tools, think, template
+    begun    text with which the reply has begun; it goes on from there
     """
 
     messages: Sequence[Mapping[str, Any]]
     options: Mapping[str, Any] = field(default_factory=dict)
+    begun: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def compiled(facts: Facts, grammar: Grammar) -> Callable[[], Guide]:
 
 def is_short(task: Task, most: int) -> bool:
     """Test whether there are at most `most` characters to prepare: a short request may continue a long conversation."""
-    given = [(each.messages, each.options) if isinstance(each, Chat) else each for each in task.prompts]
+    given = [(each.messages, each.options, each.begun) if isinstance(each, Chat) else each for each in task.prompts]
     count, left = 0, list[Any](given)
     while left and count <= most:
         each = left.pop()
@@ -123,9 +126,22 @@ def is_short(task: Task, most: int) -> bool:
 def rendered(llm: LLM, task: Task) -> list[Prepared]:
     """Render and encode the prompts."""
     return [
-        llm.prepare_chat(prompt.messages, **prompt.options) if isinstance(prompt, Chat) else llm.prepare(prompt)
-        for prompt in task.prompts
+        _chat(llm, prompt, task.field) if isinstance(prompt, Chat) else llm.prepare(prompt) for prompt in task.prompts
     ]
+
+
+def _chat(llm: LLM, prompt: Chat, field: str) -> Prepared:
+    """Render and encode a conversation, and the text with which its reply has begun."""
+    ready = llm.prepare_chat(prompt.messages, **prompt.options)
+    if not prompt.begun:
+        return ready
+    assert ready.parser is not None
+    if ready.parser().in_reasoning:
+        words = "the model's chat template begins each reply with reasoning, so that no reply can continue a text"
+        raise ApiError(400, words, param=field)
+    tokens = ready.tokens + llm.tokenizer.encode_plain(prompt.begun)
+    check_fits(len(tokens), llm.context, llm.trained_context)
+    return Prepared(tokens, partial(ready.parser, begun=prompt.begun))
 
 
 def _guide(facts: Facts, task: Task, prompt: Prepared, inner: Callable[[], Guide] | None) -> Callable[[], Guide] | None:

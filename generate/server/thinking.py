@@ -3,6 +3,7 @@
 from typing import Any
 
 from common.options import RESERVED
+from generate.server.errors import ApiError
 from generate.server.facts import EFFORT, Facts
 from generate.server.fields import Fields
 
@@ -26,6 +27,21 @@ def effort_options(effort: str | None, facts: Facts) -> dict[str, Any]:
 def switch_options(on: bool | None, facts: Facts) -> dict[str, Any]:
     """Return the options of rendering that turn thinking on or off, where the template can."""
     return {} if on is None or not facts.switches_thinking else {"think": on}
+
+
+def options_of_begun(rendering: dict[str, Any], facts: Facts, constrained: bool, key: str) -> dict[str, Any]:
+    """Return the options of rendering for a reply that goes on from text: without reasoning.
+
+    Refuses reasoning that is requested, and, if `constrained`, a form or a call: a grammar holds from a reply's start.
+
+    key  the request's field that holds the text, for the error
+    """
+    if rendering.get("think") or constrained:
+        what = "has a required form or call" if constrained else "reasons first"
+        raise ApiError(
+            400, f"{key} ends with a message of the assistant; a reply that {what} cannot continue it", param=key
+        )
+    return rendering | switch_options(False, facts)
 
 
 def thinking_options(fields: Fields, facts: Facts) -> dict[str, Any]:

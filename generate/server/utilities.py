@@ -23,10 +23,8 @@ Utility = Callable[[Fields, Facts, LLM], dict[str, Any]]
 def tokenizer_info(facts: Facts) -> dict[str, Any]:
     """Describe the tokenizer as vLLM does, so that evaluation harnesses use the server's."""
     tokenizer = facts.tokenizer
-    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-    named = {name: None if id is None else tokenizer.decode([id]) for name, id in ids.items()}
     more = {"add_bos_token": tokenizer.add_bos, "chat_template": facts.template or None}
-    return {"tokenizer_class": type(tokenizer).__name__, **named, "pad_token": None, **more}
+    return {"tokenizer_class": type(tokenizer).__name__, **facts.control_texts, "pad_token": None, **more}
 
 
 def tokenize(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:

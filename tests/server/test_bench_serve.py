@@ -123,7 +123,7 @@ def test_failures_are_counted(served, capsys):
     assert main(["bench", "--serve", "http://127.0.0.1:9", "--requests", "10000"]) == 1
     assert re.fullmatch(r"error: no server answers at http://127.0.0.1:9: .*\n", capsys.readouterr().err)
     assert main(["bench", "--serve", url, "--requests", "1", "--prompt-tokens", "9000"]) == 1
-    assert "1 failed: the server answered 400 Bad Request: the prompt has " in capsys.readouterr().err
+    assert "1 failed: the server answered 400 Bad Request: prompt is too long: " in capsys.readouterr().err
     assert main(["bench", "--requests", "3"]) == 2
     assert "--requests goes with --serve" in capsys.readouterr().err
 

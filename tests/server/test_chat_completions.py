@@ -158,7 +158,7 @@ def test_a_custom_tool_can_be_chosen(scripted):
     assert call["custom"] == {"name": "note", "input": "x"}
     assert "guide" in scripted.llm.options[-1]
     error = ask(scripted, tools=tools, tool_choice={"type": "hosted"}).json()["error"]
-    assert error["message"] == "tool_choice.type is 'hosted'; it must be function or custom"
+    assert error["message"] == "tool_choice.type is 'hosted'; it must be function, custom or allowed_tools"
 
 
 @pytest.mark.parametrize("path", [URL, f"{URL}/input_tokens", "/apply-template"])
@@ -397,6 +397,8 @@ def test_a_prompt_beyond_the_context_is_refused_before_a_stream_begins(scripted,
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
     assert error["n_ctx"] == 4096 < error["n_prompt_tokens"]
+    # by these words clients know that they must shorten the conversation
+    assert error["message"].startswith(f"prompt is too long: {error['n_prompt_tokens']} tokens > 4096 maximum")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -441,3 +443,15 @@ def test_the_sdk_reads_replies_and_streams(scripted):
     assert sdk.models.retrieve("owner/repo").id == "scripted"
     with pytest.raises(openai.BadRequestError, match="temperature"):
         sdk.chat.completions.create(**fields, temperature=-1)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools(scripted, mode):
+    """Where the model may choose, it sees the allowed tools alone; the grammar of required calls leaves no choice."""
+    pytest.importorskip("llguidance", reason="the grammar extra is not installed")
+    tools = [{"type": "function", "function": {"name": name}} for name in ("first", "second")]
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "second"}}]}
+    chosen = {"type": "allowed_tools", "allowed_tools": allowed}
+    scripted.post(URL, json={"messages": USER, "tools": tools, "tool_choice": chosen})
+    prompt = scripted.llm.prompts[-1]
+    assert ('"first"' in prompt, '"second"' in prompt) == (mode == "required", True)

@@ -79,6 +79,31 @@ def test_openai_parses_structured_output(live, openai):
     assert response.output_parsed == Sum(a=1, b=2)
 
 
+def test_openai_tool_choices(live, openai):
+    module("llguidance", "llguidance")
+    tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("add", "sub")]
+    live.llm.text = CALL + CALL.replace("add", "sub")
+    asked = {"model": "scripted", "messages": [USER], "tools": tools}
+    with openai.chat.completions.stream(**asked, tool_choice="required") as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+    assert [(event.index, event.name) for event in done] == [(0, "add"), (1, "sub")]
+    named = {"type": "function", "function": {"name": "add"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}
+    for choice, several, count in ((named, False, 1), (allowed, True, 2), ("auto", True, 2), ("none", True, 0)):
+        reply = openai.chat.completions.create(**asked, tool_choice=choice, parallel_tool_calls=several)
+        assert len(reply.choices[0].message.tool_calls or ()) == count
+    assert '"sub"' not in live.llm.prompts[-3]
+
+
+def test_openai_continues_a_message(live, openai):
+    said = {"role": "assistant", "content": "The sum "}
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    live.llm.text = "is three."
+    reply = openai.chat.completions.create(model="scripted", messages=[USER, said], extra_body=more)
+    assert reply.choices[0].message.content == "is three."
+    assert live.llm.prompts[-1].endswith("<|im_start|>assistant\n")  # the text comes after it
+
+
 def test_openai_completions(live, openai):
     reply = openai.completions.create(model="scripted", prompt=["a", "b"], echo=True, logprobs=1, max_tokens=5)
     assert [choice.text for choice in reply.choices] == ["aHello", "bHello"]
@@ -120,8 +145,15 @@ def test_openai_errors(live, openai):
         openai.chat.completions.create(model="scripted", messages=[USER])
     assert refused.value.code == "context_length_exceeded"
     del live.recorder.exchanges[-1]  # replayed against a model of another context
-    with pytest.raises(package.NotFoundError):
-        openai.files.list()
+    for ask in (openai.files.list, lambda: openai.embeddings.create(model="scripted", input="x")):
+        with pytest.raises(package.NotFoundError, match="is not a route here"):
+            ask()
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(package.BadRequestError, match="only text is supported"):
+        openai.chat.completions.create(model="scripted", messages=[{"role": "user", "content": [image]}])
+    with pytest.raises(package.BadRequestError) as refused:
+        openai.chat.completions.create(model="scripted", messages=[USER], response_format={"type": "json_schema"})
+    assert refused.value.param == "response_format.json_schema"
 
 
 def test_openai_async_client_that_leaves(live):
@@ -167,6 +199,30 @@ def test_anthropic_messages(live, anthropic):
     assert (final.usage.output_tokens, final.stop_reason) == (5, "end_turn")
 
 
+def test_anthropic_parts_of_a_prompt(live, anthropic):
+    """System prompts as lists, places of its cache, documents, a last message of the assistant, and stops."""
+    cached = {"cache_control": {"type": "ephemeral"}}
+    system = [{"type": "text", "text": "Be brief.", **cached}, {"type": "text", "text": "Be kind."}]
+    source = {"type": "text", "media_type": "text/plain", "data": "One and two is three."}
+    content = [{"type": "document", "source": source}, {"type": "text", "text": "What is it?", **cached}]
+    said = [{"role": "user", "content": content}, {"role": "assistant", "content": "It is "}]
+    live.llm.text = "three"
+    reply = anthropic.messages.create(
+        model="scripted",
+        max_tokens=99,
+        system=system,
+        messages=said,
+        stop_sequences=["."],
+        cache_control=cached["cache_control"],
+    )
+    assert (reply.content[0].text, reply.stop_reason, live.llm.options[-1]["stop"]) == ("three", "end_turn", (".",))
+    prompt = "<|im_start|>system\nBe brief.\nBe kind.<|im_end|>\n<|im_start|>user\nOne and two is three.\nWhat is it?"
+    assert live.llm.prompts[-1] == f"{prompt}<|im_end|>\n<|im_start|>assistant\n"
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    with pytest.raises(module("anthropic").BadRequestError, match="only text is supported"):
+        anthropic.messages.create(model="scripted", max_tokens=9, messages=[{"role": "user", "content": [image]}])
+
+
 def test_anthropic_tools_and_thinking(live, anthropic):
     tool = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
     asked = {"model": "scripted", "max_tokens": 4096, "tools": [tool]}
@@ -195,7 +251,7 @@ def test_anthropic_errors(live, anthropic):
         anthropic.messages.create(model="scripted", max_tokens=9, messages=[{"role": "robot", "content": "Hi"}])
     assert refused.value.body["error"]["type"] == "invalid_request_error"
     live.llm.context = 20
-    with pytest.raises(package.BadRequestError, match="token"):
+    with pytest.raises(package.BadRequestError, match=r"prompt is too long: \d+ tokens > 20 maximum"):
         anthropic.messages.create(model="scripted", max_tokens=9, messages=[USER])
     del live.recorder.exchanges[-1]  # replayed against a model of another context
 
@@ -229,6 +285,17 @@ def test_ollama(live):
     live.llm.text = "Hm.</think>Yes."
     thought = client.chat("scripted", [USER], think=True).message
     assert (thought.thinking, thought.content) == ("Hm.", "Yes.")
+    live.llm.text = "three."
+    said = {"role": "assistant", "content": "It is "}
+    options = {"temperature": 0.5, "num_predict": 9, "seed": 3, "stop": ["\n"], "num_ctx": 2048}
+    assert client.chat("scripted", [USER, said], options=options, keep_alive="5m").message.content == "three."
+    assert live.llm.options[-1] == {"temperature": 0.5, "max_tokens": 9, "seed": 3, "stop": ("\n",)}
+    assert client.generate("scripted", keep_alive=0).done_reason == "unload"
+    for ask in (client.embed, client.embeddings):
+        with pytest.raises(package.ResponseError, match="embeddings are not supported"):
+            ask("scripted", "x")
+    with pytest.raises(package.ResponseError, match="only text is supported"):
+        client.chat("scripted", [{**USER, "images": [b"x"]}])
     with pytest.raises(package.ResponseError) as refused:
         client.chat("scripted", [{"role": "robot", "content": ""}])
     assert refused.value.status_code == 400

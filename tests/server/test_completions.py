@@ -12,6 +12,7 @@ from wires import sse
 
 from common.errors import UsageError
 from common.sampling import log_softmax
+from generate import __version__
 from generate.cli import parse
 from generate.llm import LLM
 
@@ -77,7 +78,7 @@ def test_sampling_of_the_server(scripted):
     assert given == options | {"max_tokens": 9}
     client = client_of(scripted.llm, "scripted", options=given)
     params = client.get("/props").json()["default_generation_settings"]["params"]
-    assert params == given
+    assert params == given | {"n_predict": 9, "repeat_penalty": 1.5, "frequency_penalty": 0.0, "presence_penalty": 0.0}
     for more in ({}, {"temperature": 0, "seed": 4, "max_tokens": 2}, {"temperature": None, "top_k": -1}):
         assert ask(client, **{"temperature": None, **more}).status_code == 200
         own = {name: max(value, 0) for name, value in more.items() if value is not None}
@@ -292,6 +293,28 @@ def test_the_model_as_clients_look_for_it(scripted):
     assert (model["object"], model["type"], model["id"], model["owned_by"]) == ("model", "model", "scripted", "bimetal")
     limits = {model[name] for name in ("context_length", "max_model_len", "max_context_length", "max_input_tokens")}
     assert limits == {model["meta"]["n_ctx"]} == {4096}
+    assert model["meta"]["n_params"] * 4 < model["meta"]["size"]  # float32, and a header
+
+
+def test_the_settings_of_requests_that_give_none(scripted):
+    props = scripted.get("/props").json()
+    params = props["default_generation_settings"]["params"]
+    assert {name: params[name] for name in ("temperature", "top_p", "n_predict", "seed")} == {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "n_predict": -1,
+        "seed": -1,
+    }
+    assert props["eos_token"] == scripted.get("/tokenizer_info").json()["eos_token"] == "<|im_end|>"
+    assert scripted.get("/version").json() == {"version": __version__}
+
+
+@pytest.mark.parametrize("busy", [1, 2])
+def test_slots_that_are_all_busy(scripted, busy):
+    """As in llama.cpp, a load balancer can ask whether a slot is free."""
+    scripted.llm.running = busy
+    assert scripted.get("/slots").status_code == 200
+    assert scripted.get("/slots?fail_on_no_slot=1").status_code == (503 if busy == 2 else 200)
 
 
 @pytest.mark.long

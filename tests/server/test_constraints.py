@@ -122,6 +122,17 @@ def test_calls_that_are_required_in_the_other_dialects(nonsense):
         assert all(block["name"] in names for block in body["content"])
 
 
+def test_calls_of_the_allowed_tools(nonsense):
+    allowed = {"tools": [{"type": "function", "function": {"name": "two"}}]}
+    chosen = {"type": "allowed_tools", "allowed_tools": {"mode": "required", **allowed}}
+    calls = chat(nonsense, tools=OPENAI, tool_choice=chosen)["message"]["tool_calls"]
+    assert {call["function"]["name"] for call in calls} == {"two"}
+    flat = [{"type": "function", **tool["function"]} for tool in OPENAI]
+    chosen = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "one"}]}
+    fields = {"input": "Hello?", "tools": flat, "tool_choice": chosen, **SAMPLING}
+    assert {item["name"] for item in nonsense.post("/v1/responses", json=fields).json()["output"]} == {"one"}
+
+
 def test_a_schema_leaves_room_for_calls(nonsense):
     """An agent with a schema for its last message calls its tools before that."""
     form = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
@@ -180,20 +191,37 @@ def test_the_field_of_a_schema_that_is_refused(nonsense, path, fields, param):
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
+BEGUN = {"continue_final_message": True, "messages": [*USER, {"role": "assistant", "content": "Well"}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"response_format": {"type": "json_schema"}}, "schema is missing"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is missing; it must be an object"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.schema is missing",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "frob"}}}}, "not supported"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "must be an object"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, "cannot be followed"),
-        ({"continue_final_message": True}, "a reply is always a new message"),
-        ({"add_generation_prompt": False}, "a reply is always a new message"),
+        ({"continue_final_message": True}, "continue_final_message is True; the last of several messages must be text"),
+        ({"add_generation_prompt": False}, "it goes with continue_final_message"),
+        ({**BEGUN, "response_format": {"type": "json_object"}}, "a reply that has a required form or call cannot"),
+        ({**BEGUN, "reasoning_effort": "high"}, "a reply that reasons first cannot continue it"),
         ({"logit_bias": {"-1": 2}}, "must be a token id"),
         ({"tool_choice": "required"}, "tools are: none"),
         ({"tools": OPENAI, "tool_choice": {"type": "function", "function": {"name": "three"}}}, "one, two"),
-        ({"tools": OPENAI, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": OPENAI, "tool_choice": {"type": "hosted_tool"}}, "tool_choice.type"),
+        ({"tools": OPENAI, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools is None"),
+        (
+            {
+                "tools": OPENAI,
+                "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "three"}]},
+            },
+            "one, two",
+        ),
     ],
 )
 def test_what_cannot_be_kept_is_refused(nonsense, fields, words):

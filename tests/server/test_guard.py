@@ -27,6 +27,7 @@ from tiny_chat import write as write_model
 
 import generate
 from common.errors import UsageError
+from common.hub import find_model
 from generate.cli import parse
 
 USER = {"messages": [{"role": "user", "content": "Hello?"}]}
@@ -259,6 +260,8 @@ def test_unknown_routes_and_methods(scripted):
         ("/api/embed", "embeddings are not supported"),
         ("/v1/rerank", "reranking is not supported"),
         ("/completion", "use /v1/completions"),
+        ("/api/copy", "one model is served, which requests do not change"),
+        ("/v1/batches", "python -m generate batch answers a file of OpenAI requests"),
         ("/v1//chat/completions", "it is written /v1/chat/completions"),
         ("/v1/chat/completions/", "it is written /v1/chat/completions"),
     ],
@@ -750,6 +753,20 @@ def test_what_cannot_be_served_ends_with_a_sentence(tmp_path, capsys):
     assert "Traceback" not in err
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --host or --port" in err
     assert threading.active_count() < 50
+
+
+@pytest.mark.parametrize("options", [["--memory", "1MB"], ["--draft", "{draft}"]], ids=["memory", "draft"])
+def test_what_only_the_loaded_model_shows_ends_with_a_sentence(tmp_path, capsys, options):
+    """No line says that a server listens whose model cannot be loaded."""
+    pytest.importorskip("uvicorn", reason="the server extra is not installed")
+    from generate.__main__ import main
+
+    given = [option.format(draft=find_model("demo")) for option in options]
+    assert main(["serve", "--port", "0", "--backend", "numpy", *given]) == 1
+    loading, failed, error = capsys.readouterr().err.splitlines()
+    assert " loading url=http://127.0.0.1:" in loading
+    assert " failed url=http://127.0.0.1:" in failed
+    assert error.startswith("error: ")
 
 
 def test_as_many_requests_wait_as_the_flag_says(monkeypatch):

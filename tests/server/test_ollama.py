@@ -110,6 +110,9 @@ def test_what_clients_ask_first(scripted):
     shown = scripted.post("/api/show", json={"model": "scripted"}).json()
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert shown["model_info"]["scripted.context_length"] == 4096
+    assert shown["details"] == model["details"]
+    assert model["details"]["quantization_level"] == "F32"
+    assert shown["modified_at"] == model["modified_at"]
     assert ndjson(scripted.post("/api/pull", json={"model": "m"})) == [{"status": "success"}]
 
 
