@@ -28,7 +28,7 @@ from common.storage import ConvSpec, DeltaSpec, Kind, KVSpec, LatentSpec, LayerS
 from common.tensors import Tensor
 from common.visible import exact_rows, seen_rows
 
-SHORT_ROWS = 16  # of a prompt's step: for more, one product of all rows is faster than one of each row
+SHORT_ROWS = 16  # most of a step of a prompt that is short: for more, one product takes about half as long
 ATTENDED = 128  # rows of a long step whose attention is computed together: later rows attend to more keys
 CACHED = 1 << 19  # elements of a matrix that stay in a core's cache while one row after the other is multiplied
 
