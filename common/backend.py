@@ -16,7 +16,7 @@ from common.errors import BimetalError
 from common.expert_forms import ExpertForm, SlotMemory
 from common.experts import ExpertSupply
 from common.shards import ONE, Ranks
-from common.step import Pool, State, Step
+from common.step import MAX_DECODE_ROWS, Pool, State, Step
 from common.storage import LayerSpec, grows
 from common.tensors import Tensor
 
@@ -57,6 +57,7 @@ class Backend(ABC):
     name: str  # "numpy", "mlx", "cuda"
     item_bytes: int  # of an activation, and of a cached key or value
     prefill_rows = 512  # of a prefill step: enough to fill the matrix units, few enough to react to Ctrl-C
+    short_rows = MAX_DECODE_ROWS  # most rows of a prompt's step in which a row's bits do not depend on the other rows
     runs_ahead = False  # whether a step can be launched on a token that the host has not read yet
     joins = False  # whether a step can have rows of several sequences
     micro_batches = 1  # steps of different sequences that are computed at the same time, on different devices

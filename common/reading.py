@@ -1,8 +1,8 @@
 """Divide a prompt into steps, depending on its tokens and its template alone.
 
-In a step of at most MAX_DECODE_ROWS rows the bits of a row do not depend on the other rows; in longer steps they depend
-on the number of rows. The bits of a state therefore follow from its tokens and its long steps. A prompt may continue a
-saved state whose long steps are those that the prompt itself would have.
+In a short step the bits of a row do not depend on the other rows; in a long step they depend on the number of rows. A
+step of more rows than the backend's `short_rows` is long. The bits of a state therefore follow from its tokens and its
+long steps. A prompt may continue a saved state whose long steps are those that the prompt itself would have.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +24,7 @@ class Reading:
     """The steps of a prompt of `end` tokens.
 
     grid     a step ends at every multiple of this number
+    short    most rows of a short step of the prompt, at most MAX_DECODE_ROWS
     multiple long steps have a multiple of this number of rows; a short step reads the rest
     marks    further ends of steps, and the reason for keeping a state there: "system", "turn"
     replies  ranges (first, end) of earlier replies, which are read in short steps, as they were decoded; at an empty
@@ -35,6 +36,7 @@ class Reading:
     marks: Mapping[int, str] = field(default_factory=dict)
     replies: Sequence[Span] = ()
     multiple: int = 1
+    short: int = MAX_DECODE_ROWS
 
     @cached_property
     def points(self) -> np.ndarray:
@@ -46,21 +48,27 @@ class Reading:
     def cuts(self) -> np.ndarray:
         """Return the ends of steps, ascending, without the short steps of replies."""
         begins = np.array([0, *self.points[:-1]], np.int64)
-        rests = np.where(self.points - begins > MAX_DECODE_ROWS, (self.points - begins) % self.multiple, 0)
+        rests = np.where(self.points - begins > self.short, (self.points - begins) % self.multiple, 0)
         return np.unique([*(self.points - rests), *self.points])
 
     def next_cut(self, at: int) -> int:
         """Return the end of the step that begins at token `at`."""
         cut = int(self.cuts[np.searchsorted(self.cuts, at, side="right")])
-        inside = any(first <= at < end for first, end in self.replies)
-        return min(cut, at + MAX_DECODE_ROWS) if inside else cut
+        return min(cut, at + MAX_DECODE_ROWS) if self._in_reply(at) else cut
+
+    def short_rows(self, at: int) -> int:
+        """Return the most rows of a short step that begins at token `at`."""
+        return MAX_DECODE_ROWS if self._in_reply(at) else self.short
+
+    def _in_reply(self, at: int) -> bool:
+        return any(first <= at < end for first, end in self.replies)
 
     @cached_property
     def long_steps(self) -> list[LongStep]:
-        """List the steps of more than MAX_DECODE_ROWS rows if the prompt is read from its beginning."""
+        """List the long steps if the prompt is read from its beginning."""
         steps, at = [], 0
         for cut in self.cuts.tolist():
-            if cut - at > MAX_DECODE_ROWS and not any(first <= at < end for first, end in self.replies):
+            if cut - at > self.short and not self._in_reply(at):
                 steps.append((at, cut))
             at = cut
         return steps

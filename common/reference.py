@@ -1,7 +1,7 @@
 """NumpyOps: the definition of every op, in float32, and the backend that runs anywhere.
 
 Written to be read: loops over rows where the mathematics has one, no tricks. Weights are expanded to float32 once.
-In steps of few rows each row is computed by itself, bitwise identical to a step of its own.
+In short steps each row is computed by itself, bitwise identical to a step of its own.
 """
 
 import math
@@ -28,6 +28,7 @@ from common.storage import ConvSpec, DeltaSpec, Kind, KVSpec, LatentSpec, LayerS
 from common.tensors import Tensor
 from common.visible import exact_rows, seen_rows
 
+SHORT_ROWS = 16  # most of a step of a prompt that is short: for more, one product takes about half as long
 ATTENDED = 128  # rows of a long step whose attention is computed together: later rows attend to more keys
 CACHED = 1 << 19  # elements of a matrix that stay in a core's cache while one row after the other is multiplied
 
@@ -49,6 +50,8 @@ class NumpyOps(Ops):
     item_bytes = 4
     cache_pairs = ALL_PAIRS
     joins = divides = True
+    short_rows = SHORT_ROWS
+    is_long = False  # whether the step that is being computed is long
 
     def weight(self, *parts: Tensor) -> Weight:
         if len(parts) == 1:
@@ -102,14 +105,21 @@ class NumpyOps(Ops):
     def free_bytes(self) -> tuple[int, str]:
         return available_bytes()
 
+    def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
+        self.is_long = step.is_long
+        try:
+            return super().run(fn, state, step, kept)
+        finally:
+            self.is_long = False
+
     def embed(self, table: Weight, tokens: Array) -> Array:
         return table[np.asarray(tokens)]
 
     def linear(self, x: Array, w: Weight) -> Array:
-        return product(x, w)
+        return product(x, w, self.is_long)
 
     def head_linear(self, x: Array, w: Weight) -> Array:
-        return np.stack([product(x[:, h], w[h]) for h in range(len(w))], axis=1)
+        return np.stack([product(x[:, h], w[h], self.is_long) for h in range(len(w))], axis=1)
 
     def rms_norm(self, x: Array, weight: Array | None, eps: float) -> Array:
         x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + np.float32(eps))
@@ -150,7 +160,8 @@ class NumpyOps(Ops):
         parts = kv.hold(step, k, v, q=q)
         seen = [_seen_of(part, step, kv, window, causal) for part in parts]
         keys, values = parts[0].rows if len(parts) == 1 else _joined(parts)
-        return _attend(q, keys, values, seen[0] if len(parts) == 1 else np.concatenate(seen, axis=1), scale)
+        joined = seen[0] if len(parts) == 1 else np.concatenate(seen, axis=1)
+        return _attend(q, keys, values, joined, scale, step.is_long)
 
     def block_sparse_attention(self, q: Array, k: Array, v: Array, kv: Any, step: Step, scale: float) -> Array:
         parts = kv.hold(step, k, v)
@@ -171,7 +182,8 @@ class NumpyOps(Ops):
         step.the_slot()
         rows = _latent_rows(kv, latent, k_rope)
         q = np.concatenate([q_latent, q_rope], axis=-1)
-        return _attend(q, rows, rows[..., : latent.shape[1]], seen_rows(step, np.arange(len(rows) - len(step))), scale)
+        seen = seen_rows(step, np.arange(len(rows) - len(step)))
+        return _attend(q, rows, rows[..., : latent.shape[1]], seen, scale, step.is_long)
 
     def expanded_attention(
         self,
@@ -191,7 +203,8 @@ class NumpyOps(Ops):
         k_rope = np.broadcast_to(rows[:, None, R:], (*k_nope.shape[:2], k_rope.shape[1]))
         q, keys = np.concatenate([q_nope, q_rope], axis=-1), np.concatenate([k_nope, k_rope], axis=-1)
         values = np.einsum("nr,hvr->nhv", rows[:, :R], w.v_up, optimize=True)
-        return _attend(q, keys, values, seen_rows(step, np.arange(len(rows) - len(step))), scale)
+        seen = seen_rows(step, np.arange(len(rows) - len(step)))
+        return _attend(q, keys, values, seen, scale, step.is_long)
 
     def short_conv(self, x: Array, taps: Array, conv: Any, step: Step) -> Array:
         step.the_slot()
@@ -258,8 +271,8 @@ class NumpyOps(Ops):
         for expert in np.unique(ids):
             rows, slot = np.nonzero(ids == expert)
             place = places[expert]
-            gate, up = np.split(product(x[rows], gate_up[place]), 2, axis=-1)
-            out[rows] += weights[rows, slot, None] * product(self.swiglu(gate, up), down[place])
+            gate, up = np.split(product(x[rows], gate_up[place], self.is_long), 2, axis=-1)
+            out[rows] += weights[rows, slot, None] * product(self.swiglu(gate, up), down[place], self.is_long)
         return out
 
     def sample(self, logits: Array, sampler: Sampler | Samplers) -> Array:
@@ -277,9 +290,9 @@ class NumpyOps(Ops):
         return peak_resident_bytes()
 
 
-def product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+def product(x: np.ndarray, w: np.ndarray, is_long: bool = False) -> np.ndarray:
     """Compute x @ w.T: x (T, C), w (R, C) -> (T, R). In short steps row by row: BLAS adds in another order for more."""
-    if len(x) > MAX_DECODE_ROWS:
+    if is_long or len(x) > MAX_DECODE_ROWS:
         return x @ w.T
     n = -(-CACHED // w.shape[1])
     pieces = [np.matmul(x[:, None], w[at : at + n].T)[:, 0] for at in range(0, len(w), n)]
@@ -306,11 +319,12 @@ def _latent_rows(kv: Any, latent: np.ndarray, k_rope: np.ndarray) -> np.ndarray:
     return np.concatenate(kv.write(latent[:, None], k_rope[:, None]), axis=-1)
 
 
-def _attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray, scale: float) -> np.ndarray:
+def _attend(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray, scale: float, is_long: bool
+) -> np.ndarray:
     """Compute softmax(scale q·k) v over seen rows: q (T, H, D), keys (n, K, D), values (n, K, Dv) -> (T, H, Dv)."""
     T, H, D = q.shape
     q = q.reshape(T, keys.shape[1], -1, D) * np.float32(scale)
-    is_long = T > MAX_DECODE_ROWS
     size, attend_part = (
         (ATTENDED, _attend_together) if is_long else (1, _attend_row)
     )  # a decoding row is computed alone

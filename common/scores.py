@@ -57,6 +57,7 @@ def _steps(model: Model, tokens: Sequence[int], context: int) -> Iterator[np.nda
     state = model.new_state(len(ids))  # whose memory lies beside that of the slots
     for at in range(0, len(ids), PREFILL_ROWS):
         chunk = np.asarray(ids[at : at + PREFILL_ROWS], np.int32)
-        rows = model.ops.read(model.forward(state, Step.chain(chunk, at)))
-        state.commit(np.arange(len(chunk)))  # before steps of other states
+        step = Step.of_prompt(chunk, at, model.ops.short_rows)
+        rows = model.ops.read(model.forward(state, step))
+        state.commit_prompt(step)  # before steps of other states
         yield rows

@@ -179,7 +179,7 @@ class Sequence:
             self.matched = found.matched
             self.kept = {found.branch: "branch", **self.reading.kept()}
         self.cached, self.matched = cached, max(self.matched, cached)
-        self.end = len(self.prompt) - (self._unread(len(self.prompt) - cached) or self._joins_last(cached))
+        self.end = len(self.prompt) - (self._unread_after(cached) or self._joins_last(cached))
         self.turns = {at for at, why in self.reading.marks.items() if why == "turn"}
         if self.call.shared is None and slot.state.can_save:  # a longer prompt has no cut where this one ends
             self.turns.update(self.reading.points[-2:-1].tolist())
@@ -195,9 +195,8 @@ class Sequence:
         last, grid = self._unread(MAX_DECODE_ROWS), self.target.model.ops.prefill_rows
         end = len(self.prompt) - last
         replies = [(max(first - last, 0), behind) for first, behind in self.call.replies]
-        return Reading(
-            end, grid, {**self.call.marks, self._shared(end): "turn"}, replies, self.target.model.prompt_rows
-        )
+        marks = {**self.call.marks, self._shared(end): "turn"}
+        return Reading(end, grid, marks, replies, self.target.model.prompt_rows, self.target.model.ops.short_rows)
 
     def _unread(self, new: int) -> int:
         """Count the tokens, of the last `new` of the prompt, that prefill leaves to the decoder's first step.
@@ -209,6 +208,15 @@ class Sequence:
             return 0
         most = most_unread(self.speculation.wedlm)
         return new if new <= most else min(most, 1)
+
+    def _unread_after(self, cached: int) -> int:
+        """Count the tokens that prefill leaves to the decoder's first step, after `cached` kept tokens.
+
+        A long step of the prompt is never left to the decoder, because its rows have other bits in a short step.
+        """
+        if any(first >= cached for first, _ in self.reading.long_steps):
+            return len(self.prompt) - self.reading.end
+        return self._unread(len(self.prompt) - cached)
 
     def _joins_last(self, cached: int) -> bool:
         """Test whether a step of decoding, shared with other replies, reads the prompt's last token.
@@ -244,13 +252,13 @@ class Sequence:
         cut = self.reading.next_cut(at)
         n = cut - at
         rows = slice(n - 1, n) if cut == len(self.prompt) else slice(0, 0)
-        return Step.chain(np.asarray(self.prompt[at:cut], np.int32), at), rows
+        return Step.of_prompt(np.asarray(self.prompt[at:cut], np.int32), at, self.reading.short_rows(at)), rows
 
     def commit_prompt_step(self, step: Step, logits: Array, prefixes: Prefixes | None) -> bool:
         """Commit a step of the prompt; return whether more steps are left."""
         assert self.slot
         state, end = self.slot.state, self.end
-        state.commit(np.arange(len(step)))
+        state.commit_prompt(step)
         at = state.length
         if at in self.turns:
             self.slot.mark(at, self.turns, logits if at == len(self.prompt) else None)

@@ -46,6 +46,7 @@ class Step:
                index; None: a block whose rows all attend to each other (the DFlash draft)
     slots      (T,) int32 sequence of each row
     hidden     (T, hidden) output of earlier layers, if the step begins with a later layer; None: it begins with tokens
+    as_long    it is computed as a long step, although it may have few rows: `of_prompt`
     """
 
     tokens: Any
@@ -53,6 +54,7 @@ class Step:
     parents: np.ndarray | None
     slots: np.ndarray
     hidden: Any = field(default=None, kw_only=True)
+    as_long: bool = field(default=False, kw_only=True)
 
     @classmethod
     def chain(cls, tokens: Any, start: int, slot: int = 0) -> "Step":
@@ -63,6 +65,16 @@ class Step:
             return cls(tokens, positions, np.arange(PAST, T - 1, dtype=np.int32), _of_slot(T, slot))
         # few rows: the step may take less time than the host's work for it
         return cls(tokens, positions, chain_parents(T), _of_slot(T, slot))
+
+    @classmethod
+    def of_prompt(cls, tokens: Any, start: int, short_rows: int) -> "Step":
+        """Make a step of rows of a prompt, all of which are kept: `chain`, and long if it has more than `short_rows`.
+
+        short_rows  of the backend
+        """
+        step = cls.chain(tokens, start)
+        step.as_long = len(step) > short_rows
+        return step
 
     @classmethod
     def tree(cls, tokens: Any, parents: Sequence[int] | np.ndarray, start: int, slot: int = 0) -> "Step":
@@ -87,6 +99,11 @@ class Step:
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    @property
+    def is_long(self) -> bool:
+        """Test whether the bits of a row may depend on the number of rows."""
+        return self.as_long or len(self.positions) > MAX_DECODE_ROWS
 
     @cached_property
     def is_chain(self) -> bool:
@@ -130,7 +147,7 @@ class Repeated(partial[Any]):
     """
 
 
-LongStep = tuple[int, int]  # tokens first to last - 1, more than MAX_DECODE_ROWS, read in one step
+LongStep = tuple[int, int]  # tokens first to last - 1, read in one long step
 Shape = tuple[tuple[int, ...], Any]  # of an array on the host, and its NumPy dtype
 Parts = Sequence[np.ndarray]  # (heads, tokens, width) each, of consecutive tokens
 
@@ -222,6 +239,13 @@ class State:
             state.commit(path)
         self._note_long(len(path))
         self.length += len(path)
+
+    def commit_prompt(self, step: Step) -> None:
+        """Keep all rows of a step of a prompt, and record the step if it is long."""
+        first = self.length
+        self.commit(np.arange(len(step)))
+        if step.is_long and len(step) <= MAX_DECODE_ROWS:  # `commit` records those of more rows
+            self.long_steps.append((first, self.length))
 
     def _note_long(self, rows: int) -> None:
         if rows > MAX_DECODE_ROWS:

@@ -163,8 +163,9 @@ def ours(model: Model, stop: threading.Event) -> Runner:
             for at in range(0, len(prompt), rows):
                 _go_on(stop)
                 chunk = prompt[at : at + rows]
-                logits = model.forward(state, Step.chain(chunk, at), slice(len(chunk) - 1, len(chunk)))
-                state.commit(np.arange(len(chunk)))
+                step = Step.of_prompt(chunk, at, model.ops.short_rows)
+                logits = model.forward(state, step, slice(len(chunk) - 1, len(chunk)))
+                state.commit_prompt(step)
             tokens = run_alone(DecoderRun(model, state, logits, Sampler(Sampling())))
             next(tokens)
         with Clock() as decode:

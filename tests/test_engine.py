@@ -610,6 +610,24 @@ def test_a_prompt_that_another_decoder_has_read_gives_the_text_of_a_fresh_slot(s
     assert replies[0].tokens == replies[1].tokens
 
 
+@pytest.mark.parametrize("size", [24, 36, 70])
+@pytest.mark.parametrize("how", [{"spec": "off"}, {"wedlm_window": 6, "wedlm_tau": 4.3}, {"wedlm_window": 40}], ids=str)
+def test_a_kept_state_gives_the_bits_of_none(size, how):
+    """Also with windows, whose first step reads the rest of a prompt if none of its steps is long."""
+    model = tiny.load("qwen3", NumpyOps())
+    model = replace(model, config=replace(model.config, mask_id=MASK))
+    ids = np.random.default_rng(size).integers(5, MASK, (2, size)).tolist()
+    ids[1][:20] = ids[0][:20]
+    asked = {"max_tokens": 6, "logprobs": 1} | how
+    warm, cold = Engine(model, Ids(), CONTEXT), Engine(model, Ids(), CONTEXT)
+    drain(warm, [submit(warm, ids[0], shared=20, **asked)])
+    replies = [drain(each, [keeps_state(submit(each, ids[1], shared=20, **asked))])[0] for each in (warm, cold)]
+    assert [reply.sequence.cached for reply in replies] == [20, 0]
+    assert replies[0].logprobs == replies[1].logprobs
+    for name, rows in replies[0].state.items():
+        assert np.array_equal(rows, replies[1].state[name])
+
+
 def test_a_cancelled_sequence_leaves_at_the_next_turn():
     """While it decodes, while its prompt is read, and while it waits."""
     model = tiny.load("llama", NumpyOps())
@@ -811,7 +829,7 @@ def test_a_state_that_was_restored_in_part_is_not_reused(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(kv, "load", load_one_layer)
         engine.prefixes = cache
-        (failed,) = drain(engine, [submit(engine, [*stored, 1, 2], max_tokens=4)])
+        (failed,) = drain(engine, [submit(engine, [*stored, 1, 2], shared=len(stored), max_tokens=4)])
     assert str(failed.error) == "no memory for rows"
     engine.prefixes, asked = None, ([*stored[:10], 7, 8], {"max_tokens": 6, "logprobs": 1})
     (again,) = drain(engine, [submit(engine, asked[0], **asked[1])])
@@ -900,14 +918,15 @@ class PooledOps(NumpyOps):
             if state.pool is not None:
                 state.pool.check_room(len(step))
                 state.pool.all_steps.append({state.slot})
-            return fn(state, step)
+            return super().run(fn, state, step)
         state.check_room(len(step))
         state.steps.append(step.slots.tolist())
         state.all_steps.append({*step.slots.tolist()})
         parts = step.parts or [Step.chain((0,), int(step.positions[at.start])) for at in step.runs]
         own = [replace(part, tokens=step.tokens[at]) for at, part in zip(step.runs, parts, strict=True)]
         states = [state.states[step.slots[at.start]] for at in step.runs]
-        return np.concatenate([fn(each, part) for each, part in zip(states, own, strict=True)])
+        run = super().run
+        return np.concatenate([run(fn, each, part) for each, part in zip(states, own, strict=True)])
 
 
 class AheadOps(PooledOps):

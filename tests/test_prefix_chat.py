@@ -134,8 +134,8 @@ def test_hits_have_the_bits_of_misses(spec):
 @pytest.mark.parametrize(
     ("options", "lengths"),
     [
-        ({}, (512, 512, 512, 599, 560)),
-        ({"cache_type_k": "f16"}, (512, 512, 512, 599, 560)),
+        ({}, (512, 512, 512, 524, 520)),
+        ({"cache_type_k": "f16"}, (512, 512, 512, 524, 520)),
         ({"cache_type_k": "f16", "kv_recent": 64}, (0, 0, 0, 0, 0)),
         ({"max_kv_size": 400}, (0, 0, 0, 0, 0)),
     ],
@@ -147,8 +147,8 @@ def test_a_restart_continues_where_two_texts_part(options, lengths, tmp_path):
     folder = write(tmp_path / "model", context=2000)
     random = np.random.default_rng(3)
     ids, short = random.integers(2, 250, (2, 1200)).tolist()
-    kept = ids[:900], short[:600]
-    prompts = [kept[0], [*ids[:700], *short[:200]], ids, kept[1], [*short[:560], 5, 6]]
+    kept = ids[:900], short[:525]
+    prompts = [kept[0], [*ids[:700], *short[:200]], ids, kept[1], [*short[:520], 5, 6]]
 
     def replies(prompts, **how):
         with generate.load(folder, backend="numpy", **options, **how) as llm:

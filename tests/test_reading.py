@@ -10,6 +10,7 @@ from common.step import MAX_DECODE_ROWS
 
 quick = settings(max_examples=100, deadline=None, derandomize=True)
 marks = st.dictionaries(st.integers(0, 2000), st.just("turn"), max_size=5)
+short = st.sampled_from([16, MAX_DECODE_ROWS])
 spans = st.lists(st.integers(0, 2000), max_size=6, unique=True).map(
     lambda ends: [(a, b) for a, b in zip(sorted(ends)[::2], sorted(ends)[1::2], strict=False)]
 )
@@ -25,19 +26,21 @@ def steps_of(reading, start=0):
     return steps
 
 
-def is_long(step):
-    return step[1] - step[0] > MAX_DECODE_ROWS
+def is_long(step, short=MAX_DECODE_ROWS):
+    return step[1] - step[0] > short
 
 
 @quick
-@given(end=st.integers(1, 2500), marks=marks, replies=spans)
-def test_steps(end, marks, replies):
-    reading = Reading(end, 512, marks, replies)
+@given(end=st.integers(1, 2500), marks=marks, replies=spans, short=short)
+def test_steps(end, marks, replies, short):
+    reading = Reading(end, 512, marks, replies, short=short)
     steps = steps_of(reading)
     assert [a for a, _ in steps[1:]] == [b for _, b in steps[:-1]]
     assert steps[-1][1] == end
     assert all(b - a <= 512 for a, b in steps)
-    assert reading.long_steps == [step for step in steps if is_long(step)]
+    in_replies = [any(first <= at < last for first, last in replies) for at, _ in steps]
+    long_steps = [step for step, inside in zip(steps, in_replies, strict=True) if is_long(step, short) and not inside]
+    assert reading.long_steps == long_steps == [(at, cut) for at, cut in steps if cut - at > reading.short_rows(at)]
     ends = {b for _, b in steps}
     assert {at for at in (*marks, *range(512, end, 512)) if 0 < at < end} <= ends
     for first, last in replies:
@@ -60,24 +63,33 @@ def test_long_steps_have_a_multiple_of_rows(end, marks, replies):
 
 
 @quick
-@given(end=st.integers(1, 2500), marks=marks, replies=spans, at=st.integers(0, 2500))
-def test_where_a_prompt_can_go_on(end, marks, replies, at):
+@given(end=st.integers(1, 2500), marks=marks, replies=spans, at=st.integers(0, 2500), short=short)
+def test_where_a_prompt_can_go_on(end, marks, replies, at, short):
     """From any token between long steps, and from there on the steps are as long as they would have been."""
-    reading = Reading(end, 512, marks, replies)
+    reading = Reading(end, 512, marks, replies, short=short)
     at = at % end
     before = [step for step in reading.long_steps if step[1] <= at]
     crossed = any(a < at < b for a, b in reading.long_steps)
     assert reading.continues_from(at, before) == (not crossed)
     if not crossed:
-        assert [s for s in steps_of(reading, at) if is_long(s)] == [s for s in reading.long_steps if s[0] >= at]
+        found = [(first, cut) for first, cut in steps_of(reading, at) if cut - first > reading.short_rows(first)]
+        assert found == [s for s in reading.long_steps if s[0] >= at]
     assert not reading.continues_from(at, [*before, (0, 137)])
 
 
 @quick
-@given(end=st.integers(1, 2500), other=st.integers(1, 2500), marks=marks, replies=spans, same=st.integers(0, 2500))
-def test_how_much_of_a_longer_state_serves(end, other, marks, replies, same):
+@given(
+    end=st.integers(1, 2500),
+    other=st.integers(1, 2500),
+    marks=marks,
+    replies=spans,
+    same=st.integers(0, 2500),
+    short=short,
+)
+def test_how_much_of_a_longer_state_serves(end, other, marks, replies, same, short):
     """No more tokens than two texts share, after which one is read on, and as many as possible."""
-    reading, long_steps = Reading(end, 512, marks), Reading(other, 512, {}, replies).long_steps
+    reading = Reading(end, 512, marks, short=short)
+    long_steps = Reading(other, 512, {}, replies, short=short).long_steps
     same = min(same, end, other)
     n = reading.usable(same, long_steps)
 

@@ -14,6 +14,7 @@ from common.options import GenerationOptions
 from common.reference import NumpyOps
 from common.sampling import log_softmax
 from common.scores import PREFILL_ROWS, completed, logits_of
+from common.step import MAX_DECODE_ROWS
 from common.stop import StopText
 from common.tokenizer import load_tokenizer
 
@@ -29,6 +30,13 @@ def parts(tmp_path_factory):
 @pytest.fixture
 def session(parts):
     return Engine(*parts, CONTEXT)
+
+
+@pytest.fixture
+def short(session, monkeypatch):
+    """The session, on a backend that reads every step of these prompts as a short one."""
+    monkeypatch.setattr(session.model.ops, "short_rows", MAX_DECODE_ROWS)
+    return session
 
 
 def generate(session, prompt=PROMPT, max_tokens=30, **options):
@@ -139,14 +147,26 @@ def test_log_probabilities_are_those_of_the_model(session):
         assert [id for id, _ in lp.top] == np.argsort(-expected)[:3].tolist()
 
 
-def test_a_longer_prompt_reuses_what_was_read(session):
-    _, tokens, _, _ = generate(session)
+def test_a_longer_prompt_reuses_what_was_read(short):
+    _, tokens, _, _ = generate(short)
     longer = PROMPT + tokens + [70, 71, 72]
-    _, warm, _, pieces = generate(session, longer)
-    session.reset()
-    _, cold, _, _ = generate(session, longer)
+    _, warm, _, pieces = generate(short, longer)
+    short.reset()
+    _, cold, _, _ = generate(short, longer)
     assert warm == cold
     assert pieces[-1].stats.cached_tokens == len(PROMPT) + len(tokens) - 1  # the newest token was never run
+
+
+def test_a_long_step_of_the_prompt_is_read_again_if_the_prompt_goes_on(session):
+    """NumPy computes the longer prompt's rows in a step of another number of rows, in which they have other bits."""
+    _, tokens, _, _ = generate(session)
+    assert session.slots[0].state.long_steps == [(0, len(PROMPT))]
+    longer = PROMPT + tokens + [70, 71, 72]
+    warm = generate(session, longer, logprobs=1)[-1]
+    assert warm[-1].stats.cached_tokens == 0
+    session.reset()
+    cold = generate(session, longer, logprobs=1)[-1]
+    assert [piece.logprobs for piece in warm] == [piece.logprobs for piece in cold]
 
 
 def test_the_same_prompt_again_reads_nothing(session):
@@ -156,31 +176,31 @@ def test_the_same_prompt_again_reads_nothing(session):
     assert pieces[-1].stats.cached_tokens == len(PROMPT)
 
 
-def test_another_continuation_of_the_last_prompt_goes_back_to_its_end(session):
-    generate(session)
+def test_another_continuation_of_the_last_prompt_goes_back_to_its_end(short):
+    generate(short)
     other = [*PROMPT, 99, 98]
-    _, warm, _, pieces = generate(session, other)
+    _, warm, _, pieces = generate(short, other)
     assert pieces[-1].stats.cached_tokens == len(PROMPT)
-    session.reset()
-    assert warm == generate(session, other)[1]
+    short.reset()
+    assert warm == generate(short, other)[1]
 
 
 @pytest.mark.parametrize("shared", [1, 7, len(PROMPT)])
-def test_a_prompt_that_begins_as_the_last_was_said_to(session, shared):
-    generate(session, shared=shared)
-    _, again, _, pieces = generate(session, shared=shared)
+def test_a_prompt_that_begins_as_the_last_was_said_to(short, shared):
+    generate(short, shared=shared)
+    _, again, _, pieces = generate(short, shared=shared)
     assert pieces[-1].stats.cached_tokens == shared
     other = [*PROMPT[:shared], 99, 98, 97]
-    _, warm, _, pieces = generate(session, other, shared=shared + 2)
+    _, warm, _, pieces = generate(short, other, shared=shared + 2)
     assert pieces[-1].stats.cached_tokens == shared
-    _, _, _, pieces = generate(session, [*other[: shared + 2], 96], shared=shared)  # which the state has passed
+    _, _, _, pieces = generate(short, [*other[: shared + 2], 96], shared=shared)  # which the state has passed
     assert pieces[-1].stats.cached_tokens == shared + 2
-    _, _, _, pieces = generate(session, other[: shared + 2])  # no logits are kept for it
+    _, _, _, pieces = generate(short, other[: shared + 2])  # no logits are kept for it
     assert pieces[-1].stats.cached_tokens == 0
-    session.reset()
-    assert warm == generate(session, other)[1]
-    session.reset()
-    assert again == generate(session)[1]
+    short.reset()
+    assert warm == generate(short, other)[1]
+    short.reset()
+    assert again == generate(short)[1]
 
 
 def test_another_prompt_starts_over(session):

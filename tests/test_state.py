@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import BimetalError
+from common.reference import NumpyOps
 from common.step import PAST, Step
 
 # between two float32 ways to the same numbers; NumPy computes few rows each by itself
@@ -277,3 +278,28 @@ def test_block_is_refused_by_recurrent_layers(ops):
     model = tiny.load("qwen35", ops)
     with pytest.raises(BimetalError, match="no order for a recurrent layer"):
         forward(model, model.new_state(8), Step.block(TEXT[:3], 0))
+
+
+def test_a_prompt_of_few_rows(model):
+    """Read in one step, which is long on NumPy, and gives the numbers of a short one; rows after it are single rows."""
+    state, short, count = model.new_state(tiny.CAPACITY), model.new_state(tiny.CAPACITY), 40
+    step = Step.of_prompt(TEXT[:count], 0, model.ops.short_rows)
+    logits = model.ops.read(model.forward(state, step))
+    state.commit_prompt(step)
+    assert np.abs(logits - tiny.run(model, short, TEXT[:count])).max() <= LOGIT["mlx"]
+    assert (state.long_steps, short.long_steps) == ([(0, count)] if model.ops.name == "numpy" else [], [])
+    together = model.ops.read(model.forward(state, Step.chain(MORE, count)))
+    single = np.concatenate([tiny.run(model, state, MORE[t : t + 1]) for t in range(len(MORE))])
+    assert np.abs(together - single).max() <= LOGIT[model.ops.name]
+
+
+def test_a_long_step_that_fails_is_over():
+    ops = NumpyOps()
+
+    def fails(state, step):
+        assert ops.is_long
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        ops.run(fails, None, Step.of_prompt(TEXT[:17], 0, 16))
+    assert not ops.is_long

@@ -142,8 +142,9 @@ def _read(model: Model, state: State, prompt: Sequence[int]) -> Array:
     logits: Array = None
     for chunk in _chunks(model, prompt):
         n, ends = len(chunk), state.length + len(chunk) == len(prompt)
-        logits = model.forward(state, Step.chain(chunk, state.length), slice(n - 1, n) if ends else slice(0, 0))
-        state.commit(np.arange(n))
+        step = Step.of_prompt(chunk, state.length, model.ops.short_rows)
+        logits = model.forward(state, step, slice(n - 1, n) if ends else slice(0, 0))
+        state.commit_prompt(step)
     return logits
 
 
