@@ -30,6 +30,10 @@ def size(environment: Mapping[str, str] = os.environ) -> int:
     return 1
 
 
+def is_in_group() -> bool:
+    return rank() is not None
+
+
 def is_follower() -> bool:
     return bool(rank())
 

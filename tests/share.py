@@ -101,7 +101,7 @@ def main(name: str, folder: Path, size: int | None = None, draft: str = "") -> N
     rank = int(os.environ["MLX_RANK"])
     (folder / f"read{rank}.json").write_text(json.dumps(read))
     if rank:
-        model.ops.follow(model.new_state, [getattr(model, "target", model), model], join)
+        model.ops.follow([getattr(model, "target", model), model], join)
     else:
         found: dict[str, Any] = logits(model, ids(name), size == 2)
         np.savez(folder / "logits.npz", **found)

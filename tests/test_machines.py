@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -104,20 +103,6 @@ def test_memory_refuses_a_model_of_one_process() -> None:
         open_model(tiny.checkpoint("qwen3"), "numpy", placement=Placement(memory=500_000))
     with pytest.raises(BimetalError, match=r"and memory is limited to 1.0 KB: allow more"):
         open_model(tiny.checkpoint("qwen3"), "numpy", placement=Placement(memory=1000))
-
-
-def test_no_step_follows_one_that_failed() -> None:
-    """Followers may wait for rows of the step that failed, and would take those of the next one for them."""
-    pytest.importorskip("mlx.core", reason="mlx is not installed")
-    from mlx_backend.group import Group
-
-    alone = object.__new__(Group)
-    alone._peers, alone._lock, alone._is_broken = {}, threading.Lock(), False
-    alone.order("step")
-    with pytest.raises(MemoryError), alone.whole_step():
-        raise MemoryError
-    with pytest.raises(BimetalError, match="an earlier step failed"):
-        alone.order("step")
 
 
 @pytest.mark.slow
