@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import BimetalError
 
@@ -31,6 +31,23 @@ UNWIND = 2.0  # seconds for threads that wait for a lost peer to end by themselv
 PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 7000}
 
 
+class Launch(NamedTuple):
+    """Describe how this process was started.
+
+    rank, size  its number, and the number of processes
+    local_rank  its number on its machine
+    host, port  where rank 0 listens
+    secret      16 bytes that all ranks know
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    host: str
+    port: int
+    secret: bytes
+
+
 class Group:
     """The group of processes that share a model, as this process sees it.
 
@@ -44,7 +61,8 @@ class Group:
         self.when_lost: Callable[[], None] = lambda: None
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._answers: dict[int, queue.SimpleQueue[Any]] = {peer: queue.SimpleQueue() for peer in peers}
-        self._is_over = self._is_broken = False
+        self._is_over = self._is_broken = self._is_lost = False
+        self._why = "the group of processes has ended: an earlier step failed; start it again"
         self._lock = threading.Lock()
         for number, peer in self._peers.items():
             threading.Thread(target=self._listen, args=(number, peer), daemon=True).start()
@@ -53,8 +71,7 @@ class Group:
 
     def order(self, what: str, **values: Any) -> None:
         """Send the order `what` to all followers; raises BimetalError if one is lost, and after a failed step."""
-        if self._is_broken:
-            raise BimetalError("the group of processes has ended: an earlier step failed; start it again")
+        self.check()
         self._send({"do": what, **values})
 
     def orders(self) -> Iterator[Order]:
@@ -69,13 +86,22 @@ class Group:
             with suppress(BimetalError):
                 self.order("end")
 
+    def check(self) -> None:
+        """Raise BimetalError after a failed step, or if a peer is lost."""
+        if self._is_broken:
+            raise BimetalError(self._why)
+
+    def fail(self) -> None:
+        """Refuse all further orders."""
+        self._is_broken = True
+
     @contextmanager
     def whole_step(self) -> Iterator[None]:
         """Refuse all further orders if the block fails: followers may wait for rows that this rank never sent."""
         try:
             yield
         except BaseException:
-            self._is_broken = True
+            self.fail()
             raise
 
     # -- values of all ranks -----------------------------------------------------------------------------------------
@@ -120,14 +146,14 @@ class Group:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def _send(self, message: Order) -> None:
-        data = json.dumps(message).encode()
         with self._lock:
             for rank, peer in self._peers.items():
                 try:
-                    peer.sendall(LENGTH.pack(len(data)) + data)
+                    _send(peer, message)
                 except OSError as error:
+                    why = "its process has ended" if isinstance(error, ConnectionError) else error.strerror
                     self._is_broken = True
-                    raise BimetalError(lost(rank, error.strerror)) from None
+                    raise BimetalError(self._why if self._is_lost else lost(rank, why)) from None
 
     def _answered(self) -> list[Any]:
         """Return the next answer of each follower; raises BimetalError if one is lost."""
@@ -135,7 +161,7 @@ class Group:
         for rank in sorted(self._peers):
             message = self._answers[rank].get()
             if message is None:
-                raise BimetalError(lost(rank, "it has not answered"))
+                raise BimetalError(self._why)
             found.append(message["value"])
         return found
 
@@ -151,20 +177,49 @@ class Group:
                     self._is_over = True
                     self._orders.put(None)
                     return
+                elif message["do"] == "lost":
+                    rank, why = message["rank"], message["why"]
+                    break
                 else:
                     self._orders.put(message)
+        except ConnectionResetError:
+            pass
         except OSError as error:
             why = error.strerror
         except (ValueError, KeyError):
             why = "its messages are garbled"
-        if self._is_over:
+        if self._is_over or self._is_lost:  # the ranks that have learned of a loss end too
             return
-        self._is_broken = True
-        self._answers[rank].put(None)
+        self._is_lost, self._why = True, lost(rank, why)
+        self.fail()
+        for answers in self._answers.values():
+            answers.put(None)
+        if self.rank == 0 and self._lock.acquire(timeout=UNWIND):  # not amidst another message
+            for other in self._peers.keys() - {rank}:
+                with suppress(OSError):
+                    _send(self._peers[other], {"do": "lost", "rank": rank, "why": why})
+            self._lock.release()
         threading.Thread(target=self.when_lost, daemon=True).start()
         time.sleep(0 if self.rank else UNWIND)
         if not self._is_over:
-            _give_up(lost(rank, why))
+            _give_up(self._why)
+
+
+def join(launch: Launch) -> Group:
+    """Join the group of processes that share a model; raises BimetalError if a rank does not come."""
+    rank, size, _, host, port, secret = launch
+    if rank:
+        return Group(rank, size, reach_leader((host, port), rank, size, secret))
+    listens_to = host if host in ("localhost", "127.0.0.1") else ""
+    try:
+        server = socket.create_server((listens_to, port))
+    except OSError as error:
+        raise BimetalError(
+            f"rank 0 cannot listen on port {port}: {error.strerror}; choose another MASTER_PORT"
+        ) from None
+    print(f"waiting for the other processes, {JOIN:g} s at most", file=sys.stderr, flush=True)
+    with server:
+        return Group(rank, size, accept_followers(server, size, secret))
 
 
 # -- connecting --------------------------------------------------------------------------------------------------------
@@ -244,6 +299,11 @@ def _watched(peer: socket.socket) -> socket.socket:
         if hasattr(socket, name):
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return peer
+
+
+def _send(peer: socket.socket, message: Order) -> None:
+    data = json.dumps(message).encode()
+    peer.sendall(LENGTH.pack(len(data)) + data)
 
 
 def received(peer: socket.socket) -> Order | None:
