@@ -18,7 +18,7 @@ from common.fit import predict_layers, predict_run, predict_weights
 from common.hot_experts import HotExperts
 from common.models import Model, OpenExperts, architecture, is_defined, is_wide, load_model, rank_config
 from common.ops import Ops
-from generate.machines import rank
+from generate.machines import own_launch, rank
 from generate.prefixes import digest, sources
 
 
@@ -194,6 +194,9 @@ def open_backend(
     random  on CUDA, ops that make quantized matrices at random
     hot     on one CUDA GPU, the memory for hot experts; None: all experts are in its memory
     """
+    if (launch := own_launch(placement)) is not None:
+        package, sizes = backend_package(choose(name or "cuda").name), partial(_layer_bytes, checkpoint)
+        return package.open_process(launch, sizes, _facts(checkpoint, placement, "cuda"), placement.memory)
     shared = rank() is not None
     chosen = choose("mlx" if shared else name, checkpoint).name
     if shared:

@@ -43,7 +43,7 @@ def load_all(
     checkpoint: Checkpoint, draft: Path | None, options: LoadOptions, placement: Placement, progress: bool
 ) -> Model:
     """Load the model of `checkpoint`, with experts and cache by `options`, and the draft beside it."""
-    if is_in_group():
+    if is_in_group(placement):
         drafts = None if draft is None else digest(open_checkpoint(draft))
         alike = {"the digest of the draft": drafts, "the format of the KV cache": named(options) or "the default"}
         placement = replace(placement, alike=alike)
