@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from common.group import Group, Order
+from common.saving import save_in_parts
 from common.step import Parts, Pool, Shape, State, Step
 
 # (model, states of several sequences, layers of each that are its own, a step of each) -> what runs them as one step
@@ -51,16 +52,17 @@ class Mirror:
         return []
 
     def point_shapes(self, length: int) -> list[Shape]:
-        return []
+        return [((1,), np.int64)]
 
     def save_rows(self, first: int, last: int) -> list[np.ndarray]:
         return []
 
     def save_point(self) -> list[np.ndarray]:
-        return []
+        """Let followers save their parts of the state, and return the number of what they keep with this array."""
+        return [self._leader.new("save", lambda number: np.array([number]), state=self.id)]
 
     def load(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
-        raise AssertionError("a shared state cannot be saved")
+        self._leader.group.order("load", state=self.id, mark=int(point[0][0]))
 
 
 class Leader:
@@ -147,6 +149,12 @@ class Follower:
                     self._marks[order["id"]] = self._states[order["state"]].snapshot()
                 case "restore":
                     self._states[order["state"]].restore(self._marks[order["mark"]])
+                case "save":
+                    state = self._states[order["state"]]
+                    self._marks[order["id"]] = save_in_parts(state), state.length, list(state.long_steps)
+                    del state  # which a later order may drop
+                case "load":
+                    self._states[order["state"]].load(*self._marks[order["mark"]])
                 case question:
                     group.answer(self.ops.answers[question]())
 

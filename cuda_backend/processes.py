@@ -18,6 +18,7 @@ from common.ops import Ops
 from common.step import LayerState, Step
 from common.storage import LayerSpec
 from cuda_backend.card import card_of
+from cuda_backend.exchange import MOST_RANKS
 from cuda_backend.multi_gpu_states import MultiGpuPool, MultiGpuState
 from cuda_backend.nccl_exchange import NcclExchange, find_nccl, lasting, package
 from cuda_backend.ops import CudaOps
@@ -75,7 +76,7 @@ class LedPool(MultiGpuPool):
 class LedState(MultiGpuState):
     """Rank 0's part of one sequence's state; `mirror` stands for the parts of the other ranks."""
 
-    can_save = False  # those parts are elsewhere
+    can_save, can_wait = False, True  # those parts are elsewhere
 
     def __init__(self, pool: LedPool):
         super().__init__(pool)
@@ -136,6 +137,8 @@ def open_rank(
     """Open this process's GPU as one of the ranks: see `cuda_backend.open_process`."""
     if (nccl := find_nccl()) is None:
         raise BimetalError(f"tensor_parallel across processes needs NCCL: pip install {package()}")
+    if launch.size > MOST_RANKS:
+        raise BimetalError(f"tensor_parallel is {launch.size}; supported are 2 to {MOST_RANKS} GPUs")
     index = own_device(launch.local_rank)
     cupy.cuda.Device(index).use()
     group, card = join(launch), card_of(index)

@@ -24,6 +24,7 @@ from common.models.chain import ChainPair
 from common.models.drafts import load_pair
 from common.models.pair import Pair
 from common.row_runner import RowRunner
+from common.saving import save_in_parts
 from common.step import PAST, Step
 from common.tensors import Tensor
 from generate.backends import Placement, open_model
@@ -41,6 +42,7 @@ def logits(model: Model, ids: np.ndarray, joins: bool = False) -> dict[str, np.n
     pool: Any = model.new_pool(3, CAPACITY, 2 * CAPACITY) if joins else None
     one, other = (model.new_state(CAPACITY) if pool is None else pool.new_state() for _ in range(2))
     found: dict[str, np.ndarray] = {}
+    empty = one.snapshot()
 
     def run(name: str, state, step, path, rows=slice(None)) -> None:
         found[name] = model.ops.read(model.forward(state, step, rows)).copy()
@@ -69,6 +71,12 @@ def logits(model: Model, ids: np.ndarray, joins: bool = False) -> dict[str, np.n
         one.commit([])
         other.commit([0])
         run("after together", other, Step.chain(ids[62:64], 22), [0, 1])
+    if pool is not None:  # as a state waits in host memory
+        saved = save_in_parts(one), one.length, list(one.long_steps)
+        one.restore(empty)
+        run("meanwhile", one, Step.chain(ids[:3], 0), [0, 1])
+        one.load(*saved)
+        del saved
     if isinstance(model, Pair):
         chain = isinstance(model, ChainPair)
         for name, tokens in (("drafted", ids[203:204]), ("drafted on", ids[203:206])):

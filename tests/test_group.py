@@ -31,6 +31,22 @@ def ended(monkeypatch):
     return found
 
 
+@pytest.fixture(autouse=True)
+def groups(ended, monkeypatch):
+    """Every group that a test makes is over at its end: a peer that is lost later would end this process."""
+    made: list[Group] = []
+    begin = Group.__init__
+
+    def noted(self, *args):
+        made.append(self)
+        begin(self, *args)
+
+    monkeypatch.setattr(Group, "__init__", noted)
+    yield
+    for each in made:
+        each._is_over = True
+
+
 def two():
     """Both ranks of a group, in this process, and their sockets."""
     ends = socket.socketpair()

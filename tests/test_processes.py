@@ -33,7 +33,7 @@ PROMPT = ("-m", "demo", "--prompt", "# a\n# a\n# a\n", "--raw")
 RANK_1_OF_2 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
-def ends(processes, timeout=200):
+def ends(processes, timeout=600):
     """Each one's standard output, standard error and exit code."""
     found = [process.communicate(timeout=timeout) for process in processes]
     return [(*texts, process.returncode) for texts, process in zip(found, processes, strict=True)]
