@@ -344,8 +344,8 @@ class LoadOptions(CacheChoice, ExpertChoice, PrefixChoice):
     tensor_parallel: int | None = option(
         None,
         rules.whole(2),
-        "how many share every layer of the model: GPUs, which devices name, or processes, one per machine and started "
-        "by mlx.launch; None: each has layers of its own",
+        "how many share every layer of the model: GPUs, which devices name, or processes, which torchrun starts on "
+        "NVIDIA GPUs, and mlx.launch on Macs; None: each has layers of its own",
     )
     parallel: int | None = option(
         None,

@@ -1,6 +1,7 @@
 """Save a state on the host, and load it, for caches of states."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -63,3 +64,15 @@ def rows_after(parts: Parts, tokens: int) -> list[np.ndarray]:
 
 def _bytes(shapes: Sequence[Shape]) -> int:
     return sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for shape, dtype in shapes)
+
+
+def save_in_parts(state: State) -> dict[str, Any]:
+    """Save as `State.save` does, one part after another, because little memory of the device is left."""
+    rows = list[list[np.ndarray]]()
+    for part in saved_rows(state):
+        state.finish_saving(part)
+        rows.append(part)
+    point = state.save_point()
+    state.finish_saving(point)
+    saved: dict[str, Any] = {f"rows.{i}": parts for i, parts in enumerate(zip(*rows, strict=True))}
+    return saved | {f"point.{i}": array for i, array in enumerate(point)}

@@ -3,14 +3,12 @@
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from common.errors import BimetalError
 from common.models import Model
 from common.ops import Array
 from common.prefix_cache import Found
 from common.reading import Reading
-from common.saving import saved_rows
+from common.saving import save_in_parts
 from common.step import LongStep, Pool, Snapshot, State
 
 
@@ -114,9 +112,9 @@ class Slot:
     def suspend(self) -> None:
         """Move the state to the host and free its memory; raises BimetalError if it cannot be saved."""
         state = self.state
-        if not state.can_save:
+        if not (state.can_save or state.can_wait):
             raise BimetalError("memory ran out, and a state of this model cannot be moved to the host")
-        self._saved = _in_parts(state), state.length, list(state.long_steps)
+        self._saved = save_in_parts(state), state.length, list(state.long_steps)
         state.restore(self._empty)
         if state.pool is None:
             state.load(state.save(), 0)  # replaces grown arrays by empty ones
@@ -140,15 +138,3 @@ class Slot:
         """
         self.marks = [mark for mark in self.marks if mark.length in turns and mark.length != length]
         self.marks.append(Mark(length, self.state.snapshot(), logits))
-
-
-def _in_parts(state: State) -> dict[str, Any]:
-    """Save as `State.save` does, one part after another, because little memory of the device is left."""
-    rows = list[list[np.ndarray]]()
-    for part in saved_rows(state):
-        state.finish_saving(part)
-        rows.append(part)
-    point = state.save_point()
-    state.finish_saving(point)
-    saved: dict[str, Any] = {f"rows.{i}": parts for i, parts in enumerate(zip(*rows, strict=True))}
-    return saved | {f"point.{i}": array for i, array in enumerate(point)}

@@ -212,6 +212,9 @@ class State:
     """One sequence's memory over all layers: `state[i].kv`, `state[i].conv`, ... as the model's spec names them."""
 
     can_save = True
+    can_wait = (
+        False  # whether `load` takes what `save` returns, though it is not the whole state, in this process alone
+    )
     pool: "Pool | None" = None  # whose `slot` this is
     slot = 0
 

@@ -59,6 +59,7 @@ Several GPUs
     exchange.py           by our kernels, through each other's memory
     nccl_exchange.py      by NCCL
     multi_gpu_states.py   states on several GPUs
+    processes.py          each GPU in a process of its own, on one machine or several
 
 Benchmarks
     idle.py               time in which a GPU waits between two steps
@@ -66,11 +67,12 @@ Benchmarks
     routing_replay.py     logits that repeat a recorded routing
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError
+from common.group import Launch
 from common.hot_experts import HotExperts
 from common.ops import Ops
 from common.routing_trace import Trace
@@ -156,3 +158,20 @@ def open_tensor_parallel(devices: Sequence[int], sizes: Callable[[Ops], Sequence
     from cuda_backend.tensor_parallel import open_ranks
 
     return open_ranks(devices, sizes, RandomOps if random else CudaOps)
+
+
+def open_process(
+    launch: Launch, sizes: Callable[[Ops], Sequence[int]], facts: Mapping[str, object], memory: int | None = None
+) -> Ops:
+    """Open this process's GPU, which shares every layer of a model with the GPUs of other processes.
+
+    sizes   given an Ops, returns the bytes of this rank's part of each layer
+    facts   what must be equal in all processes, as in Group.agree
+    memory  limit in bytes of what this process takes of its GPU; None: free memory
+    """
+    from cuda_backend.ops import CudaOps
+    from cuda_backend.processes import open_rank, own_device
+
+    if memory is not None:
+        limit_memory(memory, [own_device(launch.local_rank)])
+    return open_rank(launch, sizes, CudaOps, facts)

@@ -56,6 +56,7 @@ class Exchange:
     before   size of the latest of these exchanges, in groups of four numbers
     passed   exchanges since the exchange numbers were reset
     pending  the last sum and its arrays, if its consumer may compute it
+    names    all GPUs, for messages
     """
 
     def __init__(self, gpus: Sequence[Gpu], numbers: int = NUMBERS, seconds: float = SECONDS):
@@ -63,6 +64,7 @@ class Exchange:
         self.index = self.before = self.passed = 0
         self.pending: list[tuple[Sum, Array]] = []
         self.ends: list[End] = []
+        self.names = f"GPUs {','.join(str(gpu.index) for gpu in gpus)}"
         for gpu in gpus:
             with gpu.device:
                 buffer, state = Memory(3 * len(gpus) * numbers * 4), Memory(12)
@@ -184,10 +186,9 @@ class Exchange:
         """Check that no GPU timed out; resets the exchange and raises BimetalError if one did."""
         lost = [end.gpu.index for end in self.ends if end.failed[0]]
         if lost:
-            all_of = ",".join(str(end.gpu.index) for end in self.ends)
             self.renew()
             raise BimetalError(
-                f"GPU {lost[0]} waited {self.seconds:g} s for another one of GPUs {all_of}, "
+                f"GPU {lost[0]} waited {self.seconds:g} s for another one of {self.names}, "
                 "whose part of a sum did not come; what the step computed is lost"
             )
 

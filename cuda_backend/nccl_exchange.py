@@ -1,4 +1,4 @@
-"""All-reduce and all-gather of rows by NCCL, for GPUs without access to each other's memory.
+"""All-reduce and all-gather of rows by NCCL, for GPUs without access to each other's memory, and across processes.
 
 NCCL only copies every part to every GPU. The consumer of a sum adds the parts as partial sums in the order of the
 ranks, so that results are bitwise those of exchange.py. With three GPUs and more, NCCL's sums depend on message sizes.
@@ -36,22 +36,32 @@ def package() -> str:
 
 
 class NcclExchange:
-    """Exchange by NCCL in one process: a communicator per GPU; a rank is an index into `gpus`.
+    """Exchange by NCCL: a communicator per GPU of this process.
 
     index, passed  as in `Exchange`, like the argument `fuses` of `sum`
     is_over        whether a GPU waits for another GPU that has ended its step
+    names          all ranks, for messages
     """
 
-    def __init__(self, gpus: Sequence[Gpu], nccl: ModuleType, seconds: float = SECONDS):
+    def __init__(
+        self, gpus: Sequence[Gpu], nccl: ModuleType, seconds: float = SECONDS, across: Sequence[Any] = (), size: int = 0
+    ):
+        """Join the GPUs of this process; a rank is an index into `gpus`.
+
+        across  communicators of `gpus` with other processes, in which they are some of `size` ranks; by default none
+        """
         self.gpus, self.nccl, self.seconds = gpus, nccl, seconds
         self.index = self.passed = 0
         self.is_over = False
-        self.communicators = _communicators(nccl, tuple(gpu.index for gpu in gpus))
+        devices = tuple(gpu.index for gpu in gpus)
+        self.size = size or len(gpus)
+        self.communicators = across or _communicators(nccl, devices)
+        self.names = f"ranks {','.join(map(str, range(size)))}" if across else f"GPUs {','.join(map(str, devices))}"
 
     def begin(self) -> None:
         """Refuse the next step if a GPU still waits in an earlier one: raises BimetalError."""
         if self.is_over:
-            raise BimetalError(f"GPUs {self._names} have lost one another; start the program again")
+            raise BimetalError(f"{self.names} have lost one another; start the program again")
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -66,12 +76,12 @@ class NcclExchange:
         if not T:
             return list(xs)
         parts = self._all_of(xs)
-        return [Array((T, K), part, partials=len(self.gpus), partial_stride=T * K) for part in parts]
+        return [Array((T, K), part, partials=self.size, partial_stride=T * K) for part in parts]
 
     def gather(self, xs: Sequence[Array]) -> list[Array]:
         """Join the columns of `xs`, (T, K) each, on every GPU: (T, ranks * K)."""
-        (T, K), n, outs = xs[0].shape, len(self.gpus), list[Array]()
-        for gpu, part in zip(self.gpus, self._all_of(xs) if T else [0] * n, strict=True):
+        (T, K), n, outs = xs[0].shape, self.size, list[Array]()
+        for gpu, part in zip(self.gpus, self._all_of(xs) if T else [0] * len(xs), strict=True):
             with gpu.device:
                 joined = Array((T, n, K), part, strides=(K, T * K, 1))
                 outs.append(Array((T, n * K), rows.dense(gpu.context, joined).address if T > 1 else part))
@@ -83,7 +93,7 @@ class NcclExchange:
         for gpu, x in zip(self.gpus, xs, strict=True):
             with gpu.device:
                 sent.append(x if x.is_dense else rows.dense(gpu.context, x))
-                received.append(gpu.context.arena.take(4 * len(xs) * x.size))
+                received.append(gpu.context.arena.take(4 * self.size * x.size))
         self.nccl.groupStart()
         try:
             for gpu, communicator, x, to in zip(self.gpus, self.communicators, sent, received, strict=True):
@@ -107,8 +117,8 @@ class NcclExchange:
                     if time.monotonic() > until:
                         self.is_over = True
                         raise BimetalError(
-                            f"GPU {gpu.index} waited {self.seconds:g} s for a part of another one of GPUs "
-                            f"{self._names}; start the program again"
+                            f"GPU {gpu.index} waited {self.seconds:g} s for a part of another one of "
+                            f"{self.names}; start the program again"
                         )
                     time.sleep(1e-3)
 
@@ -118,25 +128,25 @@ class NcclExchange:
             for communicator in self.communicators:
                 communicator.check_async_error()
         except self.nccl.NcclError as error:
-            raise BimetalError(f"NCCL on GPUs {self._names}: {error}; what the step computed is lost") from error
-
-    @property
-    def _names(self) -> str:
-        return ",".join(str(gpu.index) for gpu in self.gpus)
+            raise BimetalError(f"NCCL on {self.names}: {error}; what the step computed is lost") from error
 
 
 @cache
 def _communicators(nccl: ModuleType, devices: tuple[int, ...]) -> Sequence[Any]:
-    """Return a communicator per GPU; all models on these GPUs share them, and they last as long as the process.
-
-    CuPy destroys a communicator with its object. NCCL then waits until all graphs that contain its calls are freed;
-    Python may free these graphs later, which would be a deadlock.
-    """
+    """Return a communicator per GPU; all models on these GPUs share them, and they last as long as the process."""
     try:
         communicators = nccl.NcclCommunicator.initAll(list(devices))
     except nccl.NcclError as error:
         names = ",".join(map(str, devices))
         raise BimetalError(f"NCCL does not join GPUs {names}: {error}; use split instead") from error
-    for each in communicators:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
-    return tuple(communicators)
+    return tuple(map(lasting, communicators))
+
+
+def lasting(communicator: Any) -> Any:
+    """Let a communicator last as long as the process.
+
+    CuPy destroys a communicator with its object. NCCL then waits until all graphs that contain its calls are freed;
+    Python may free these graphs later, which would be a deadlock.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+    return communicator

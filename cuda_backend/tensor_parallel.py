@@ -69,10 +69,12 @@ class TensorParallelOps(SeveralGpus):
     loaded  the ranks' models, each made with one GPU's ops, of the first `load`
     """
 
-    def __init__(self, gpus: Sequence[Gpu], exchange: Transport):
+    def __init__(self, gpus: Sequence[Gpu], exchange: Transport, first: int = 0, size: int | None = None):
+        """Make the GPUs the ranks from `first` on of `size` ranks, by default of as many as there are GPUs."""
         super().__init__(gpus)
         self.exchange = exchange
-        ranks = [Ranks(rank, len(gpus), divides_head=True) for rank in range(len(gpus))]
+        count = size or len(gpus)
+        ranks = [Ranks(rank, count, divides_head=True) for rank in range(first, first + len(gpus))]
         self.ranks = ranks[0]  # all ranks' parts have equal sizes: predictions use the first
         for own, gpu in zip(ranks, gpus, strict=True):
             gpu.ops.ranks = own
@@ -127,6 +129,7 @@ class TensorParallelOps(SeveralGpus):
         state.pool.note_runs(step, runs)
         self.exchange.begin()
         try:
+            self.announce(fn, state, step)
             self.steps = self._each(lambda rank: self._uploaded(rank, state.pool, step, runs))
             call, captured = partial(self._call, fn, state), partial(self._captured, fn, state)
             out = run_step(table_of(state, fn), shape_of(state.pool, step, runs), call, captured)
@@ -138,6 +141,9 @@ class TensorParallelOps(SeveralGpus):
         if isinstance(out, tuple):
             return tuple(self._kept(x, count) for x in out)
         return self._kept(out if kept is None else out[kept], count)
+
+    def announce(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> None:
+        """Tell ranks in other processes of a step, for which memory is held here, before its first launch."""
 
     def _uploaded(self, rank: int, pool: MultiGpuPool, step: Step, runs: Runs) -> DeviceStep:
         if isinstance(step.tokens, PerRank):
@@ -300,12 +306,7 @@ def open_ranks(
                 f"{card.sms}; tensor_parallel needs GPUs of one kind, on which rows are equal to the bit"
             )
 
-    def one() -> CudaOps:
-        ops = make()
-        ops.context = replace(ops.context, fills=True)
-        return ops
-
-    gpus = [Gpu(index, one) for index in devices]
+    gpus = [filling_gpu(index, make) for index in devices]
     ops = TensorParallelOps(gpus, open_exchange(gpus))
     layers = sizes(ops)
     need = sum(layers)
@@ -317,3 +318,14 @@ def open_ranks(
             )
     warn_of_slow_sums(gpus, ops.exchange, len(layers))
     return ops
+
+
+def filling_gpu(index: int, make: Callable[[], CudaOps]) -> Gpu:
+    """Open a GPU for a rank, whose kernels fill all multiprocessors although matrices are divided."""
+
+    def one() -> CudaOps:
+        ops = make()
+        ops.context = replace(ops.context, fills=True)
+        return ops
+
+    return Gpu(index, one)

@@ -38,14 +38,16 @@ def open_exchange(gpus: Sequence[Gpu]) -> Transport:
     return NcclExchange(gpus, nccl)
 
 
-def warn_of_slow_sums(gpus: Sequence[Gpu], exchange: Transport, layers: int) -> None:
-    """Print the time of sums per token of a model of so many layers, if GPUs are joined by less than NVLink."""
+def warn_of_slow_sums(gpus: Sequence[Gpu], exchange: Transport, layers: int, prints: bool = True) -> None:
+    """Measure a sum; print the time of sums per token of so many layers, if GPUs are joined by less than NVLink.
+
+    prints  whether anything is printed: across processes all measure together, and one prints
+    """
     seconds = sum_seconds(gpus, exchange)
-    if seconds > SLOW:
-        names = ",".join(str(gpu.index) for gpu in gpus)
+    if prints and seconds > SLOW:
         print(
-            f"GPUs {names} take {1e6 * seconds:.0f} us to add up a row, and tensor_parallel does so {2 * layers} times "
-            f"per token ({2e3 * layers * seconds:.1f} ms): one GPU, or split, may be faster",
+            f"{exchange.names} take {1e6 * seconds:.0f} us to add up a row, and tensor_parallel does so "
+            f"{2 * layers} times per token ({2e3 * layers * seconds:.1f} ms): one GPU, or split, may be faster",
             file=sys.stderr,
         )
 

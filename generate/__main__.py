@@ -104,9 +104,10 @@ def main(argv: list[str]) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command of parsed arguments; return its exit code."""
-    if machines.rank() is not None:
+    options = getattr(args, "load", args)
+    if machines.is_in_group(options):
         machines.check(args)
-        if machines.is_follower():
+        if machines.is_follower(options):
             from generate import follow
 
             return follow.follow(args)

@@ -3,8 +3,8 @@
 import gc
 import platform
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -18,7 +18,8 @@ from common.fit import predict_layers, predict_run, predict_weights
 from common.hot_experts import HotExperts
 from common.models import Model, OpenExperts, architecture, is_defined, is_wide, load_model, rank_config
 from common.ops import Ops
-from generate.machines import rank
+from generate.machines import own_launch, rank
+from generate.prefixes import digest, sources
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Placement:
     tokens   tokens of the context that must fit into `memory` together with the weights; None: up to CACHED
     tensor_parallel  number of ranks that divide every layer, on `devices` or on a group of machines; None: the model is
              divided by layers
+    alike    options that must be equal in all processes of a group, by what they are about
     """
 
     devices: Sequence[int] = ()
@@ -50,6 +52,7 @@ class Placement:
     memory: int | None = None
     tokens: int | None = None
     tensor_parallel: int | None = None
+    alike: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not self.devices and (self.split or self.draft is not None):
@@ -191,12 +194,16 @@ def open_backend(
     random  on CUDA, ops that make quantized matrices at random
     hot     on one CUDA GPU, the memory for hot experts; None: all experts are in its memory
     """
+    if (launch := own_launch(placement)) is not None:
+        package, sizes = backend_package(choose(name or "cuda").name), partial(_layer_bytes, checkpoint)
+        return package.open_process(launch, sizes, _facts(checkpoint, placement, "cuda"), placement.memory)
     shared = rank() is not None
     chosen = choose("mlx" if shared else name, checkpoint).name
     if shared:
         needs = partial(_needs, checkpoint, placement)
+        facts = _facts(checkpoint, placement, chosen)
         return backend_package(chosen).open_shared(
-            checkpoint, is_wide(checkpoint), needs, placement.tensor_parallel is not None
+            checkpoint, is_wide(checkpoint), needs, facts, placement.tensor_parallel is not None
         )
     if placement.memory is not None and chosen == "cuda":
         backend_package(chosen).limit_memory(placement.memory, placement.devices)
@@ -221,6 +228,17 @@ def open_backend(
     if hot is not None:
         return backend_package(chosen).open_ops(checkpoint, is_wide(checkpoint), hot)
     return backend_package(chosen).open_ops(checkpoint, is_wide(checkpoint))
+
+
+def _facts(checkpoint: Checkpoint, placement: Placement, backend: str) -> dict[str, object]:
+    """Describe what must be equal in all processes of a group: Group.agree."""
+    return {
+        "the code of bimetal": sources(backend).hex()[:8],
+        "the digest of the model": digest(checkpoint),
+        "tensor_parallel": placement.tensor_parallel,
+        "ctx": placement.tokens,
+        **placement.alike,
+    }
 
 
 def _needs(checkpoint: Checkpoint, placement: Placement, ops: Ops) -> tuple[list[int], int, int]:

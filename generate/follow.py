@@ -25,7 +25,7 @@ def follow(args: argparse.Namespace) -> int:
     draft = None if options.draft is None else resolve_draft(str(options.draft), checkpoint, False)
     placement = Placement(memory=limit, tokens=options.ctx, tensor_parallel=options.tensor_parallel)
     model: Any = load_all(checkpoint, draft, options, placement, False)
-    model.ops.follow(model.new_state, [getattr(model, "target", model), model], join)
+    model.ops.follow([getattr(model, "target", model), model], join)
     return 0
 
 

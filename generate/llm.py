@@ -122,7 +122,7 @@ class LLM:
         options = self._options = options or LoadOptions()
         draft = None if options.draft is None else str(options.draft)
         check_draft(options.draft_device, draft)
-        if is_follower():
+        if is_follower(options):
             raise BimetalError("this process follows rank 0, which alone loads a model: run python -m generate on each")
         check_load(options)
         limit: Any = None if options.stream_experts else options.memory  # the option's rule has made it bytes

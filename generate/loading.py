@@ -1,10 +1,10 @@
 """Load a model and its draft, and divide the remaining memory among context and replies."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint, open_checkpoint
 from common.demo import block_beside, demo_path
 from common.fit import LEAST_CONTEXT, context_that_fits, rows_that_fit, shared_that_fits, what_fits
 from common.hub import resolve_model
@@ -14,7 +14,9 @@ from common.models.window import bounded
 from common.options import LoadOptions
 from common.schedule import SHARED_PREFILL_ROWS
 from generate.backends import Placement, open_model
-from generate.caches import with_cache
+from generate.caches import named, with_cache
+from generate.machines import is_in_group
+from generate.prefixes import digest
 from generate.spark import hot_experts
 from generate.streaming import opener
 
@@ -41,6 +43,10 @@ def load_all(
     checkpoint: Checkpoint, draft: Path | None, options: LoadOptions, placement: Placement, progress: bool
 ) -> Model:
     """Load the model of `checkpoint`, with experts and cache by `options`, and the draft beside it."""
+    if is_in_group(placement):
+        drafts = None if draft is None else digest(open_checkpoint(draft))
+        alike = {"the digest of the draft": drafts, "the format of the KV cache": named(options) or "the default"}
+        placement = replace(placement, alike=alike)
     experts = opener(options) or hot_experts(options, checkpoint, placement)
     model = open_model(checkpoint, options.backend, progress, placement, experts)
     model = with_cache(model, options, options.ctx or model.config.context)

@@ -76,8 +76,7 @@ def fingerprint(model: Model, checkpoints: Sequence[Checkpoint], facts: Sequence
 
 def _parts(model: Model, checkpoints: Sequence[Checkpoint], facts: Sequence[object]) -> Iterator[bytes]:
     for checkpoint in checkpoints:
-        for name in sorted(checkpoint.tensors):
-            yield from _identity(checkpoint.tensors[name])
+        yield from identity(checkpoint)
     draft = model.draft if isinstance(model, Pair) else None
     types = sorted({tensor.type for checkpoint in checkpoints for tensor in checkpoint.tensors.values()})
     held = [(type_, model.ops.holds(type_)) for type_ in types]
@@ -85,7 +84,21 @@ def _parts(model: Model, checkpoints: Sequence[Checkpoint], facts: Sequence[obje
     described: list[object] = [model.architecture, model.config, draft, model.state_spec, model.ops.name, held]
     described += [model.ops.item_bytes, model.ops.prefill_rows, np.__version__, threads, sys.byteorder, *facts]
     yield from (repr(fact).encode() for fact in described)
-    yield _sources(model.ops.name)
+    yield sources(model.ops.name)
+
+
+def digest(checkpoint: Checkpoint) -> str:
+    """Return 8 hexadecimal digits in which different checkpoints differ."""
+    hashed = blake2b(repr([(key, checkpoint.config[key]) for key in sorted(checkpoint.config)]).encode(), digest_size=4)
+    for part in identity(checkpoint):
+        hashed.update(part)
+    return hashed.hexdigest()
+
+
+def identity(checkpoint: Checkpoint) -> Iterator[bytes]:
+    """Describe the tensors of a checkpoint: names, types, shapes and some bytes of each."""
+    for name in sorted(checkpoint.tensors):
+        yield from _identity(checkpoint.tensors[name])
 
 
 def _identity(tensor: Tensor) -> Iterator[bytes]:
@@ -98,7 +111,7 @@ def _identity(tensor: Tensor) -> Iterator[bytes]:
 
 
 @cache
-def _sources(backend: str) -> bytes:
+def sources(backend: str) -> bytes:
     """Return a hash of the code that computes: any change of it may change bits."""
     folders = {"cuda": ["cuda_backend"], "mlx": ["mlx_backend", "metal_kernels"]}.get(backend, [])
     hashed = blake2b(digest_size=16)

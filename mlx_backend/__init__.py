@@ -1,9 +1,9 @@
 """The MLX backend: Apple Silicon's GPU through Metal, any CPU, or a GPU that MLX's build supports."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import mlx.core as mx
 import numpy as np
@@ -27,11 +27,16 @@ def open_ops(checkpoint: Checkpoint, wide: bool = False) -> MlxOps:
 
 
 def open_shared(
-    checkpoint: Checkpoint, wide: bool, needs: Callable[[MlxOps], tuple[list[int], int, int]], tensor: bool = False
+    checkpoint: Checkpoint,
+    wide: bool,
+    needs: Callable[[MlxOps], tuple[list[int], int, int]],
+    facts: Mapping[str, object],
+    tensor: bool = False,
 ) -> "GroupOps":
     """Open the ops of this process in a group that mlx.launch has started.
 
     needs   returns, given the ops, the bytes of each layer, the numbers of a row between layers, and the memory to use
+    facts   what must be equal on all ranks, as in Group.agree
     tensor  whether all processes share each layer; else each process has some of the layers
     """
     from mlx_backend.group import Group
@@ -39,13 +44,13 @@ def open_shared(
     from mlx_backend.tensor_parallel import TensorOps
 
     dtype, group = open_ops(checkpoint, wide).dtype, Group()
+    group.agree({**facts, "the float type": dtype, "the version of MLX": version("mlx")})
     ops: PipelineOps | TensorOps = TensorOps(dtype, group) if tensor else PipelineOps(dtype, group)
     sizes, hidden, memory = needs(ops)
-    same = crc32(f"{type(ops).__name__} {dtype} {sizes}".encode()) >> 1
     if isinstance(ops, TensorOps):
-        ops.fit(sizes, memory, same)
+        ops.fit(sizes, memory)
     else:
-        ops.share(sizes, hidden, memory, same)
+        ops.share(sizes, hidden, memory)
     return ops
 
 

@@ -37,16 +37,15 @@ class PipelineOps(GroupOps):
         self.own = range(0)
         self._rows = 0  # of the step's output
 
-    def share(self, sizes: Sequence[int], hidden: int, memory: int, same: int) -> None:
+    def share(self, sizes: Sequence[int], hidden: int, memory: int) -> None:
         """Divide the layers by the memory of the ranks; call it before weights are loaded.
 
         sizes   bytes of each layer; weights outside the layers count to the first one
         memory  bytes that this rank gives to the model
-        same    as in `gather_memory`
 
-        Raises BimetalError if the layers do not fit, and if the ranks' models differ.
+        Raises BimetalError if the layers do not fit.
         """
-        self.own = share_layers(sizes, self.gather_memory(memory, same))[self.group.rank]
+        self.own = share_layers(sizes, self.group.gather(memory))[self.group.rank]
         self.hidden, self.layers = hidden, len(sizes)
 
     def has_layer(self, layer: int | None) -> bool:

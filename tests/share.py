@@ -1,7 +1,8 @@
 """One rank of a shared tiny model: python tests/share.py NAME FOLDER [RANKS [DRAFT]]. Rank 0 leaves logits in FOLDER,
 each rank what it read. Without RANKS each rank has layers of its own; with it every layer is shared.
 
-Started by test_machines.py, which computes the same in one process.
+Started on MLX by test_machines.py, which computes the same in one process; on CUDA by test_processes.py, with RANK set,
+or without, where this process has all ranks.
 """
 
 import json
@@ -17,11 +18,13 @@ import tiny
 from common import weights
 from common.checkpoint import Checkpoint
 from common.decode.requests import Draft
+from common.joined_step import JoinedStep
 from common.models import Model, llama
 from common.models.chain import ChainPair
 from common.models.drafts import load_pair
 from common.models.pair import Pair
 from common.row_runner import RowRunner
+from common.saving import save_in_parts
 from common.step import PAST, Step
 from common.tensors import Tensor
 from generate.backends import Placement, open_model
@@ -32,8 +35,14 @@ TREE = [PAST, 0, 1, 1, 0, 4, 2, 3]
 
 
 def logits(model: Model, ids: np.ndarray, joins: bool = False) -> dict[str, np.ndarray]:
-    """Run a prompt in two long steps, rows of decoding, a tree, a step back, two states in turn, and in one step."""
-    one, other, found = model.new_state(CAPACITY), model.new_state(CAPACITY), {}
+    """Run a prompt in two long steps, rows of decoding, a tree, a step back, two states in turn, and in one step.
+
+    joins  whether one step has rows of both; where the backend has pools, they are of one
+    """
+    pool: Any = model.new_pool(3, CAPACITY, 2 * CAPACITY) if joins else None
+    one, other = (model.new_state(CAPACITY) if pool is None else pool.new_state() for _ in range(2))
+    found: dict[str, np.ndarray] = {}
+    empty = one.snapshot()
 
     def run(name: str, state, step, path, rows=slice(None)) -> None:
         found[name] = model.ops.read(model.forward(state, step, rows)).copy()
@@ -44,7 +53,8 @@ def logits(model: Model, ids: np.ndarray, joins: bool = False) -> dict[str, np.n
     point = one.snapshot()
     run("other", other, Step.chain(ids[40:60], 0), range(20))
     run("tree", one, Step.tree(ids[200:208], TREE, 200), [0, 1, 3])
-    run("after", one, Step.chain(ids[208:209], 203), [0])
+    for number in range(3 if model.ops.replays else 1):  # as it comes, captured, replayed
+        run(f"after {number}", one, Step.chain(ids[208:209], 203 + number), [0])
     one.restore(point)
     run("again", one, Step.chain(ids[200:203], 200), range(3))
     del point
@@ -54,10 +64,19 @@ def logits(model: Model, ids: np.ndarray, joins: bool = False) -> dict[str, np.n
     if joins:
         parts = [Step.chain(ids[203:205], 203), Step.chain(ids[61:62], 21)]
         both, state, step = join(model, [one, other], [len(model.sequence_spec)] * 2, parts)
-        found["together"] = model.ops.read(both.forward(state, step)).copy()
+        if pool is not None:
+            both, state, step = model, pool, JoinedStep.of(parts, step.tokens, [one.slot, other.slot])
+        for number in range(3 if model.ops.replays else 1):
+            found[f"together {number}"] = model.ops.read(both.forward(state, step)).copy()
         one.commit([])
         other.commit([0])
         run("after together", other, Step.chain(ids[62:64], 22), [0, 1])
+    if pool is not None:  # as a state waits in host memory
+        saved = save_in_parts(one), one.length, list(one.long_steps)
+        one.restore(empty)
+        run("meanwhile", one, Step.chain(ids[:3], 0), [0, 1])
+        one.load(*saved)
+        del saved
     if isinstance(model, Pair):
         chain = isinstance(model, ChainPair)
         for name, tokens in (("drafted", ids[203:204]), ("drafted on", ids[203:206])):
@@ -95,15 +114,18 @@ def main(name: str, folder: Path, size: int | None = None, draft: str = "") -> N
         return tensors
 
     weights.own_part = noted
-    model: Any = open_model(checkpoint(name), "mlx", placement=Placement(tensor_parallel=size))
+    given = os.environ.get("MLX_RANK", os.environ.get("RANK"))
+    devices = tuple(range(size or 1)) if given is None else ()
+    backend = "mlx" if "MLX_RANK" in os.environ else "cuda"
+    model: Any = open_model(checkpoint(name), backend, placement=Placement(devices, tensor_parallel=size))
     if draft:
         model = load_pair(Path(draft), model)
-    rank = int(os.environ["MLX_RANK"])
+    rank = int(given or 0)
     (folder / f"read{rank}.json").write_text(json.dumps(read))
     if rank:
-        model.ops.follow(model.new_state, [getattr(model, "target", model), model], join)
+        model.ops.follow([getattr(model, "target", model), model], join)
     else:
-        found: dict[str, Any] = logits(model, ids(name), size == 2)
+        found: dict[str, Any] = logits(model, ids(name), size == 2 or backend == "cuda")
         np.savez(folder / "logits.npz", **found)
 
 

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -85,7 +84,7 @@ def test_tensor_parallel_needs_as_many_processes(tmp_path, monkeypatch) -> None:
     machines.check_load(LoadOptions(tensor_parallel=3))
     machines.check_load(LoadOptions(tensor_parallel=3, draft="mtp"))
     for other in ({"backend": "numpy"}, {"max_kv_size": 64}):
-        with pytest.raises(UsageError, match="one machine"):
+        with pytest.raises(UsageError, match=r"one machine|does not share"):
             machines.check_load(LoadOptions(tensor_parallel=3, **other))
 
 
@@ -104,20 +103,6 @@ def test_memory_refuses_a_model_of_one_process() -> None:
         open_model(tiny.checkpoint("qwen3"), "numpy", placement=Placement(memory=500_000))
     with pytest.raises(BimetalError, match=r"and memory is limited to 1.0 KB: allow more"):
         open_model(tiny.checkpoint("qwen3"), "numpy", placement=Placement(memory=1000))
-
-
-def test_no_step_follows_one_that_failed() -> None:
-    """Followers may wait for rows of the step that failed, and would take those of the next one for them."""
-    pytest.importorskip("mlx.core", reason="mlx is not installed")
-    from mlx_backend.group import Group
-
-    alone = object.__new__(Group)
-    alone._peers, alone._lock, alone._is_broken = {}, threading.Lock(), False
-    alone.order("step")
-    with pytest.raises(MemoryError), alone.whole_step():
-        raise MemoryError
-    with pytest.raises(BimetalError, match="an earlier step failed"):
-        alone.order("step")
 
 
 @pytest.mark.slow
@@ -316,4 +301,4 @@ def test_what_a_group_does_not_do(tmp_path) -> None:
     with group(tmp_path, 2, "perplexity", "-m", "demo", "--text", "x") as ranks:
         ends = [(rank.communicate(timeout=30)[1], rank.returncode) for rank in ranks]
     assert [code for _, code in ends] == [2, 2]
-    assert all("perplexity runs on one machine" in errors for errors, _ in ends)
+    assert all("perplexity runs in one process on one machine" in errors for errors, _ in ends)

@@ -19,6 +19,7 @@ import itertools
 import json
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -623,7 +624,10 @@ def fill(to: int, value: int, n: int, stream: int) -> None:
 
 
 class AllGather:
-    """One ncclAllGather of several GPUs, which each run it as often as the others: `sent`, by run and GPU."""
+    """One ncclAllGather of several GPUs of this process, which each run it as often as the others.
+
+    sent  by run and GPU
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, int, int]] = []  # (device, address of its part, of all parts, bytes)
@@ -643,16 +647,87 @@ class AllGather:
         self.runs[device] = number + 1
 
 
-grouped: list[tuple[AllGather, Stream, tuple[int, int, int, int]]] | None = None  # calls since groupStart
+grouped: list[tuple[Any, Stream, tuple[int, int, int, int]]] | None = None  # calls since groupStart
+
+
+class AllGatherOfProcesses:
+    """One ncclAllGather of a GPU with those of other processes, whose parts go through rank 0."""
+
+    def __init__(self, communicator: "NcclCommunicator"):
+        self.communicator = communicator
+        self.calls: list[tuple[int, int, int, int]] = []
+
+    def run(self, device: int, address: int, to: int, nbytes: int) -> None:
+        own, ranks = ctypes.string_at(address, nbytes), self.communicator
+        try:
+            parts = [own, *(receive(peer) for peer in ranks.peers)] if ranks.rank == 0 else []
+            if ranks.rank:
+                send(ranks.peers[0], own)
+            whole = b"".join(parts) if parts else receive(ranks.peers[0])
+            for peer in ranks.peers if parts else ():
+                send(peer, whole)
+        except OSError:  # a lost rank's part never comes
+            ranks.aborted.wait()
+            return
+        if len(whole) != ranks.count * nbytes:
+            raise RuntimeError(f"ranks gather {nbytes} bytes here, and together {len(whole)}")
+        ctypes.memmove(to, whole, len(whole))
+
+
+def send(peer: socket.socket, data: bytes) -> None:
+    peer.sendall(len(data).to_bytes(4, "big") + data)
+
+
+def receive(peer: socket.socket) -> bytes:
+    data, size = b"", 4
+    while len(data) < size:
+        more = peer.recv(size - len(data))
+        if not more:
+            raise ConnectionResetError
+        data += more
+        if size == 4 == len(data):
+            size += int.from_bytes(data, "big")
+    return data[4:]
+
+
+servers: dict[int, socket.socket] = {}  # of ids that this process has made, by their ports
+
+
+def get_unique_id() -> tuple[int, ...]:
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    servers[port] = server
+    return (port // 256 - 128, port % 256 - 128, *[-128] * 126)  # chars, as CuPy shows them
 
 
 class NcclCommunicator:
-    def __init__(self, device: int):
-        self.device = device
+    def __init__(self, count: int, id: tuple[int, ...], rank: int):
+        if len(id) != 128 or not 0 <= rank < count:
+            raise nccl.NcclError(f"rank {rank} of {count}, by an id of {len(id)}")
+        self.device, self.count, self.rank, self.aborted = current(), count, rank, threading.Event()
+        port = (id[0] + 128) * 256 + id[1] + 128
+        if rank == 0:
+            found = {}
+            for _ in range(count - 1):
+                peer, _ = servers[port].accept()
+                found[receive(peer)[0]] = peer
+            self.peers = [found[other] for other in range(1, count)]
+        else:
+            self.peers = [socket.create_connection(("127.0.0.1", port))]
+            send(self.peers[0], bytes([rank]))
 
     @staticmethod
     def initAll(devices: list[int]) -> "list[NcclCommunicator]":  # noqa: N802
-        return [NcclCommunicator(device) for device in devices]
+        found = []
+        for device in devices:
+            found.append(NcclCommunicator.__new__(NcclCommunicator))
+            found[-1].device, found[-1].peers = device, []
+        return found
+
+    def abort(self) -> None:
+        self.aborted.set()
+        for peer in self.peers:
+            peer.close()
 
     def allGather(self, address: int, to: int, count: int, kind: int, stream: int) -> None:  # noqa: N802
         if grouped is None or kind != nccl.NCCL_FLOAT32:
@@ -660,7 +735,8 @@ class NcclCommunicator:
         on = {streams[stream].device, device_of(address), device_of(to)}
         if on != {self.device}:
             raise RuntimeError(f"a communicator of GPU {self.device} is handed a stream or memory of {on}")
-        together = grouped[0][0] if grouped else AllGather()
+        shared = grouped[0][0] if grouped else AllGather()
+        together = AllGatherOfProcesses(self) if self.peers else shared
         call = self.device, address, to, 4 * count
         together.calls.append(call)
         grouped.append((together, streams[stream], call))
@@ -693,6 +769,8 @@ nccl.__dict__.update(
     NCCL_FLOAT32=7,
     NcclCommunicator=NcclCommunicator,
     NcclError=type("NcclError", (RuntimeError,), {}),
+    get_unique_id=get_unique_id,
+    get_version=lambda: 22703,
     groupStart=group_start,
     groupEnd=group_end,
 )
