@@ -444,7 +444,7 @@ class Engine:
         except NoRoomError as error:
             self._make_room(error)
         except BimetalError as error:
-            for each in asking:
+            for each in tuple(asking):  # `asking` may be `running`
                 self._end(each, error)
         except Exception as error:
             self._fail(error)

@@ -243,8 +243,10 @@ class CudaState(State):
     def commit(self, path: Sequence[int] | np.ndarray) -> None:
         kept = path.tolist() if isinstance(path, np.ndarray) else list(path)  # Python numbers: faster than arrays
         pool, slot, count = self.pool, self.slot, len(kept)
+        in_place = kept == list(range(count))
         for store in pool.stores:
-            store.commit(slot, kept)
+            if not (in_place and store.appends):
+                store.commit(slot, kept)
         self._note_long(count)
         pool.set_length(slot, pool.lengths[slot] + count)
 

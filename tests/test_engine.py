@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -1028,6 +1029,32 @@ def test_micro_batches_of_a_pool_take_turns(batches, room, monkeypatch, tmp_path
         assert reply.tokens == alone(alike, prompt, **how).tokens
 
 
+@pytest.mark.parametrize("room", [10**6, 60])
+def test_micro_batches_of_stretches(room, monkeypatch):
+    """The tokens of a micro-batch are handed out after the other one's launch; one reply ends early, one is cancelled,
+    and with little room states move to the host.
+    """
+    monkeypatch.setattr(AheadOps, "micro_batches", 2, raising=False)
+    model, alike = tiny.load("llama", AheadOps()), tiny.load("llama", NumpyOps())
+    engine = without_clock(Engine(model, Ids(), CONTEXT, parallel=4))
+    engine.memory.pool.room = room
+    done, launch, hand_out = list[tuple[str, Any]](), Stretches.launch, Stretches.hand_out
+    monkeypatch.setattr(Stretches, "launch", lambda each: (done.append(("launch", each)), launch(each))[1])
+    monkeypatch.setattr(Stretches, "hand_out", lambda each: (done.append(("hand out", each)), hand_out(each))[1])
+    asked = [([n, 6, 7], {"max_tokens": 12 if n == 2 else 40, "spec": "off"}) for n in range(3)]
+    replies = [submit(engine, prompt, **how) for prompt, how in asked]
+    cancelled = submit(engine, [3, 4, 5], max_tokens=60, spec="off")
+    while engine.turn():
+        if cancelled.sequence.new >= 30:
+            cancelled.call.cancel.set()
+    between = [kind == "hand out" and other is not each for (_, other), (kind, each) in pairwise(done)]
+    assert sum(between) > len(done) / (3 if room == 10**6 else 20)
+    assert engine.preemptions or room == 10**6
+    for reply, (prompt, how) in zip(replies, asked, strict=True):
+        assert (reply.tokens, reply.error) == (alone(alike, prompt, **how).tokens, None)
+    assert cancelled.tokens == alone(alike, [3, 4, 5], max_tokens=len(cancelled.tokens), spec="off").tokens
+
+
 def test_micro_batches_without_room_for_any_of_them(monkeypatch):
     """Where each batch in turn finds no memory, a sequence is suspended, and the others go on."""
     monkeypatch.setattr(PooledOps, "micro_batches", 2, raising=False)
@@ -1208,6 +1235,25 @@ def test_a_row_that_is_not_finite_ends_its_reply_within_a_stretch():
     assert "a row holds NaN" in str(bad.error)
     assert bad.sequence.new == 11  # those before the row, of which the last was in flight beside it
     assert (good.tokens, good.error) == (expected, None)
+
+
+def test_a_step_that_is_refused_within_a_stretch_ends_its_replies():
+    """All of them end with the step's error, and a later reply runs."""
+    model = tiny.load("llama", AheadOps())
+    engine = without_clock(Engine(model, Ids(), CONTEXT, parallel=3))
+    replies, run = [submit(engine, [n, 6, 7], max_tokens=40) for n in range(3)], model.ops.run
+    while min(reply.sequence.new for reply in replies) < 5:
+        engine.turn()
+
+    def refused(fn, state, step):
+        model.ops.run = run
+        raise BimetalError("no such step")
+
+    model.ops.run = refused
+    engine.drain()
+    assert [str(reply.error) for reply in replies] == 3 * ["no such step"]
+    (again,) = drain(engine, [submit(engine, [1, 6, 7], max_tokens=40)])
+    assert again.tokens == alone(tiny.load("llama", NumpyOps()), [1, 6, 7], max_tokens=40).tokens
 
 
 def test_sequences_of_a_pool_begin_when_their_tokens_fit():

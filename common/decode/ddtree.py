@@ -22,20 +22,15 @@ class Tree:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, parent: int, token: int) -> int:
-        """Return the node for `token` after node `parent`; a node is added if there is none."""
-        count = len(self.tokens)
-        node = self.nodes.setdefault((parent, token), count)
-        if node == count:
-            self.tokens.append(token)
-            self.parents.append(parent)
-        return node
-
     def add_chain(self, tokens: Sequence[int]) -> None:
         """Add `tokens` one after another, the first of them after the root."""
-        node = 0
+        nodes, node, count = self.nodes, 0, len(self.tokens)
         for token in tokens:
-            node = self.add(node, token)
+            parent, node = node, nodes.setdefault((node, token), count)
+            if node == count:  # a new node
+                self.tokens.append(token)
+                self.parents.append(parent)
+                count += 1
 
 
 def best_chain(ids: np.ndarray, after: np.ndarray | None = None) -> list[int]:
@@ -75,7 +70,7 @@ def grow(tree: Tree, ids: np.ndarray, logp: np.ndarray, budget: int, after: np.n
         depth = -above
         here, token, below = costs[depth][row], tokens[depth][row][rank], 0 if rows is None else rows[depth][row][rank]
         node = nodes.setdefault((parent, token), count)
-        if node == count:  # as Tree.add
+        if node == count:  # a new node
             tree.tokens.append(token)
             tree.parents.append(parent)
             count += 1
