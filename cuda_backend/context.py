@@ -72,12 +72,12 @@ class Context:
             if recurrent and step.is_block:
                 raise BimetalError(NO_ORDER)
             return step
-        runs, kept = runs_of(step), 0
+        runs, path_store = runs_of(step), 0
         if not isinstance(store, Recurrent) and store.pages:
             store.pages.hold_runs(runs, store.lengths)
         if isinstance(store, Recurrent):
             store.note_step(step, runs)
-            kept, inputs = store.store_of_paths, [RunInput(run, 0, *store.input(run.slot)) for run in runs]
+            path_store, inputs = store.store_of_paths, [RunInput(run, 0, *store.input(run.slot)) for run in runs]
         else:
             inputs = [RunInput(run, store.lengths[run.slot]) for run in runs]
             if isinstance(store, KVStore):
@@ -85,7 +85,7 @@ class Context:
         replay = self.replay
         pasts = [run.past for run in inputs]
         shape = Shape(len(step), len(runs), one_row_each(step, runs), long_past(step, pasts))
-        return replay.uploaded(replay.inputs_for(step, own=True), shape, step, kept, inputs)
+        return replay.uploaded(replay.inputs_for(step, own=True), shape, step, path_store, inputs)
 
     def rope_of(self, rope: Rope | None, positions: Array | None) -> np.ndarray:
         """Return the rope of rows at `positions` as kernels read it: prelude.cuh Rope."""

@@ -34,7 +34,7 @@ LONG_ROWS = 1024  # most rows of a captured long step: up to here the device wai
 LONG_PROGRAMS = 32  # captured long steps that are kept, per function
 
 # kernels/prelude.cuh StepState: its leading numbers, the offsets of its other fields, and its end
-HEAD = struct.Struct("3i")  # rows, runs, kept
+HEAD = struct.Struct("3i")  # rows, runs, path_store (`kept` in prelude.cuh)
 RUN = struct.Struct("10i8x")  # slot, first, rows, past, from, to, path, path_length, kind, branches
 PATH = 64
 SEEN = PATH + 4 * MAX_DECODE_ROWS
@@ -124,6 +124,51 @@ def _runs(count: int) -> struct.Struct:
     return struct.Struct(count * RUN.format)
 
 
+def _template(nbytes: int, step: Step, runs: Sequence[RunInput]) -> bytes | None:
+    """Return the bytes with which a frequent step begins, or None for other steps."""
+    T = len(step)
+    if T <= MAX_DECODE_ROWS and len(runs) == 1 and step.parents is chain_parents(T):
+        return _chain(nbytes, T)
+    return _single_rows(nbytes, T) if 1 < T == len(runs) else None
+
+
+def _put(host: bytearray, offset: int, data: bytes) -> None:
+    host[offset : offset + len(data)] = data
+
+
+def _put_visible_rows(host: bytearray, step: Step, runs: Sequence[RunInput]) -> list[bool]:
+    """Write which rows each row sees, its run, and the order of trees; return whether each run is a tree."""
+    parents_of_step = None if step.parents is None else step.parents.tolist()
+    masks, run_of, is_tree = list[bytes](), list[int](), list[bool]()
+    for number, ((_, first, rows), *_) in enumerate(runs):
+        # a single row continues the past: its parents need not be read
+        parents = None if parents_of_step is None or rows == 1 else parents_of_step[first : first + rows]
+        if parents is not None and first:
+            parents = [parent if parent == PAST else parent - first for parent in parents]
+        is_tree.append(parents is not None and parents != list(range(PAST, rows - 1)))
+        masks.append(seen(parents, rows) if is_tree[-1] else chain_sees(rows, parents is None))
+        run_of += [number] * max(rows, 1)
+        if parents is not None and is_tree[-1]:
+            order, moves, after = depth_first(parents)
+            _put(host, LINE + 4 * first, bytes(chain.from_iterable(lines(order, after))))
+            _put(host, MOVES + first, bytes(moves))
+            _put(host, PARENTS + first, bytes(i % 256 for i in after))
+    _put(host, SEEN, b"".join(masks))
+    _put(host, RUN_OF, bytes(run_of))
+    return is_tree
+
+
+def _put_runs(host: bytearray, kind: int, runs: Sequence[RunInput], is_tree: Sequence[bool]) -> None:
+    """Write the runs of a step, and their paths one after another; `kind`: 1 for a prefill step, 2 for a block."""
+    paths, fields = list[int](), list[int]()
+    for ((slot, first, rows), past, source, target, path), branches in zip(runs, is_tree, strict=True):
+        fields += slot, first, rows, past, source, target, len(paths), len(path), kind, branches
+        paths += path
+    _runs(len(runs)).pack_into(host, RUNS, *fields)
+    if paths:
+        struct.pack_into(f"{len(paths)}i", host, PATH, *paths)
+
+
 class Inputs:
     """Device memory at a fixed address, from which kernels and captured graphs read a step of at most `rows` rows.
 
@@ -153,67 +198,39 @@ class Inputs:
         self.sampled = tokens
         return self.tokens
 
-    def upload(self, step: Step, kept: int, runs: Sequence[RunInput]) -> None:
+    def upload(self, step: Step, path_store: int, runs: Sequence[RunInput]) -> None:
         """Put a step together in host memory, and queue its copy to the device on the stream.
 
         The most frequent steps, a chain of one sequence and one row of each of several, begin as copies of templates,
-        in which only the head, the path, the runs, positions and tokens are missing. Other steps begin as zeros.
+        which lack only the head, the path, the runs, positions and tokens. Other steps begin as zeros.
 
-        kept  the store that holds the rows of paths
+        path_store  number of the store that holds the rows of paths
         """
-        T = len(step)
-        is_one_chain = T <= MAX_DECODE_ROWS and len(runs) == 1 and step.parents is chain_parents(T)
-        has_begun = is_one_chain or 1 < T == len(runs)
         # bytes and struct, because the device waits for this code, and NumPy's records take twice as long
-        if has_begun:
-            host = bytearray((_chain if is_one_chain else _single_rows)(self.memory.nbytes, T))
-        else:
-            host = bytearray(self.memory.nbytes)
+        T, template = len(step), _template(self.memory.nbytes, step, runs)
+        host = bytearray(self.memory.nbytes if template is None else template)
+        is_tree = [False] * len(runs)
+        if template is None and T <= MAX_DECODE_ROWS:
+            is_tree = _put_visible_rows(host, step, runs)
+        HEAD.pack_into(host, 0, T, len(runs), path_store)
+        _put_runs(host, 1 if T > MAX_DECODE_ROWS else 2 if step.parents is None else 0, runs, is_tree)
+        _put(host, END, np.asarray(step.positions, np.int32).tobytes())
+        if not isinstance(step.tokens, Array):
+            _put(host, END + 4 * self.rows, np.asarray(step.tokens, np.int32).tobytes())
+        self._copy(host, step)
 
-        def put(at: int, data: bytes) -> None:
-            host[at : at + len(data)] = data
-
-        kind = 1 if T > MAX_DECODE_ROWS else 2 if step.parents is None else 0
-        all_parents = None if step.parents is None or has_begun or T > MAX_DECODE_ROWS else step.parents.tolist()
-        paths, fields, sees, run_of = list[int](), list[int](), list[bytes](), list[int]()
-        HEAD.pack_into(host, 0, T, len(runs), kept)
-        for number, ((slot, first, rows), past, source, target, path) in enumerate(runs):
-            branches = 0
-            if T <= MAX_DECODE_ROWS and not has_begun:
-                # a single row continues the past: its parents need not be read
-                parents = None if all_parents is None or rows == 1 else all_parents[first : first + rows]
-                if parents is not None and first:
-                    parents = [parent if parent == PAST else parent - first for parent in parents]
-                is_chain = parents is None or parents == list(range(PAST, rows - 1))
-                sees.append(chain_sees(rows, parents is None) if is_chain else seen(parents, rows))
-                run_of += [number] * max(rows, 1)
-                if parents is not None and not is_chain:
-                    order, moves, after = depth_first(parents)
-                    branches = 1
-                    put(LINE + 4 * first, bytes(chain.from_iterable(lines(order, after))))
-                    put(MOVES + first, bytes(moves))
-                    put(PARENTS + first, bytes(i % 256 for i in after))
-            fields += slot, first, rows, past, source, target, len(paths), len(path), kind, branches
-            paths += path
-        _runs(len(runs)).pack_into(host, RUNS, *fields)
-        if paths:
-            struct.pack_into(f"{len(paths)}i", host, PATH, *paths)
-        if not has_begun:
-            put(SEEN, b"".join(sees))
-            put(RUN_OF, bytes(run_of))
-        put(END, np.asarray(step.positions, np.int32).tobytes())
-        on_host = not isinstance(step.tokens, Array)
-        if on_host:
-            put(END + 4 * self.rows, np.asarray(step.tokens, np.int32).tobytes())
-        runtime = cupy.cuda.runtime
+    def _copy(self, host: bytearray, step: Step) -> None:
+        """Queue the copy of a step's bytes, and of tokens on the device that no kernel wrote to `tokens`."""
+        runtime, tokens = cupy.cuda.runtime, step.tokens
+        on_host = not isinstance(tokens, Array)
         size = len(host) if on_host else END + 4 * self.rows
         address = ctypes.addressof(ctypes.c_char.from_buffer(host))
         runtime.memcpyAsync(self.memory.address, address, size, runtime.memcpyHostToDevice, self.stream.ptr)
-        if step.tokens is not self.sampled:
+        if tokens is not self.sampled:
             self.sampled = None
             if not on_host:  # sampled at random, or by an earlier step than the last
-                given = step.tokens.address
-                runtime.memcpyAsync(self.tokens, given, 4 * T, runtime.memcpyDeviceToDevice, self.stream.ptr)
+                size = 4 * len(step)
+                runtime.memcpyAsync(self.tokens, tokens.address, size, runtime.memcpyDeviceToDevice, self.stream.ptr)
 
     def place_hidden(self, hidden: Array | None) -> Array | None:
         """Copy a step's hidden states (T, n) float32 to an address that is the same for all steps with n columns."""
@@ -301,9 +318,11 @@ class Replay:
         """Upload a noted step of a CudaPool to the memory that graphs read."""
         return self.uploaded(self.inputs_for(step), shape_of(pool, step, runs), step, *pool.inputs(step, runs))
 
-    def uploaded(self, inputs: Inputs, shape: Shape, step: Step, kept: int, runs: Sequence[RunInput]) -> DeviceStep:
+    def uploaded(
+        self, inputs: Inputs, shape: Shape, step: Step, path_store: int, runs: Sequence[RunInput]
+    ) -> DeviceStep:
         """Upload a step to `inputs`, for launches of `shape`."""
-        inputs.upload(step, kept, runs)
+        inputs.upload(step, path_store, runs)
         if shape.T <= MAX_DECODE_ROWS:
             return inputs.step(shape, step.parents is None)
         hidden = inputs.place_hidden(step.hidden)
