@@ -161,12 +161,12 @@ def finish_folder(part: Path, out: Path) -> None:
     part.rename(out)
 
 
-def _shards(outputs: Sequence[Output], most: int) -> list[list[Output]]:
+def _shards(outputs: Sequence[Output], max_bytes: int) -> list[list[Output]]:
     shards: list[list[Output]] = [[]]
     size = 0
     for output in outputs:
         nbytes = sum(parts_of(output))
-        if shards[-1] and size + nbytes > most:
+        if shards[-1] and size + nbytes > max_bytes:
             shards.append([])
             size = 0
         shards[-1].append(output)

@@ -83,13 +83,13 @@ def grid(windows: Sequence[int], taus: Sequence[float], penalties: Sequence[floa
     return settings + checked
 
 
-def cut_prompts(ids: Sequence[int], size: int, most: int) -> list[list[int]]:
-    """Cut at most `most` prompts of `size` tokens, evenly spread, from a text. Raises UsageError for a shorter text."""
+def cut_prompts(ids: Sequence[int], size: int, max_prompts: int) -> list[list[int]]:
+    """Cut up to `max_prompts` prompts of `size` tokens, evenly spread, from a text; UsageError if it is too short."""
     count = len(ids) // size
     if not count:
         held = counted(len(ids), "token")
         raise UsageError(f"the text has {held}, and one prompt takes {size}; give a longer text or shorter prompts")
-    chosen = np.linspace(0, count - 1, min(count, most)).round().astype(int)
+    chosen = np.linspace(0, count - 1, min(count, max_prompts)).round().astype(int)
     return [list(ids[at * size : (at + 1) * size]) for at in chosen]
 
 

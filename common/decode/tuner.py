@@ -47,7 +47,7 @@ class Tuner:
         self.seconds = {size: Mean(SECONDS_MEMORY) for size in self.sizes}
         self.switch = Mean(SECONDS_MEMORY)  # seconds more that the first plain step takes after another size
         self.runs = dict.fromkeys(self.sizes, 0)
-        self.least = dict.fromkeys(self.sizes, math.inf)  # seconds of a step
+        self.fastest = dict.fromkeys(self.sizes, math.inf)  # seconds of a step
         self.saved = 0.0  # seconds that trials may lose
         self.trial: deque[int] = deque()  # sizes of the steps to come
         self.trials = 0
@@ -60,9 +60,9 @@ class Tuner:
         self.trial.clear()
         self.begins, self.gap = True, 0
 
-    def choose(self, most: int | None = None) -> int:
-        """Choose the budget of the next step, of at most `most` draft tokens."""
-        sizes = self.sizes if most is None else tuple(size for size in self.sizes if size <= most)
+    def choose(self, max_budget: int | None = None) -> int:
+        """Choose the budget of the next step, of at most `max_budget` draft tokens."""
+        sizes = self.sizes if max_budget is None else tuple(size for size in self.sizes if size <= max_budget)
         begins, self.begins, self.settled = self.begins, False, len(sizes) == 1
         if self.settled:
             return 0
@@ -122,9 +122,9 @@ class Tuner:
             self.switch.add(max(seconds - mean.value, 0.0) if mean.count else 0.0)
         else:
             self.runs[size] += 1
-            self.least[size] = min(self.least[size], seconds)
+            self.fastest[size] = min(self.fastest[size], seconds)
             if self.runs[size] >= self.first:
-                mean.add(self.least[size] if self.runs[size] == self.first else seconds)
+                mean.add(self.fastest[size] if self.runs[size] == self.first else seconds)
 
     def add_length(self, size: int, path: Sequence[int], gap: int, weight: float = 1.0) -> int:
         """Record the tokens that a step accepted, as `record` does; return the gap after it.
@@ -196,12 +196,12 @@ class TunerShare:
             self.tuner.begin()
             self.taken = self.shared.number  # what replies before it have left is no choice for this one
 
-    def choose(self, most: int | None = None) -> int:
-        """Choose the budget of the next step, of at most `most` draft tokens where this reply begins a choice."""
+    def choose(self, max_budget: int | None = None) -> int:
+        """Choose the budget of the next step, of at most `max_budget` draft tokens where this reply begins a choice."""
         shared = self.shared
         if self.taken == shared.number:
             shared.number += 1
-            shared.size = self.tuner.choose(most)
+            shared.size = self.tuner.choose(max_budget)
         self.taken = shared.number
         return shared.size
 

@@ -109,11 +109,13 @@ class Fields:
         value = self.take(key, OBJECT)
         return None if value is None else Fields(value, self.name(key))
 
-    def objects(self, key: str, most: int, rule: Rule = LIST) -> list["Fields"]:
+    def objects(self, key: str, max_entries: int, rule: Rule = LIST) -> list["Fields"]:
         """Return a list of objects, none where it is absent."""
         found = self.take(key, rule, [])
-        if len(found) > most:
-            raise ApiError(400, f"{self.name(key)} has {len(found)} entries; at most {most} are supported", param=key)
+        if len(found) > max_entries:
+            raise ApiError(
+                400, f"{self.name(key)} has {len(found)} entries; at most {max_entries} are supported", param=key
+            )
         return [self.item(key, at, item) for at, item in enumerate(found)]
 
     def item(self, key: str, at: int, value: Any) -> "Fields":

@@ -146,7 +146,7 @@ def test_copies_that_wait(ops, monkeypatch):
     copies = background_copies.BackgroundCopies(ops.context.stream.cuda)
     slow, out = Future(), np.empty(101, np.uint8)
     copies.waiting.append((slow, out))
-    assert (copies.waiting_bytes, copies.most(0), copies.most(699)) == (101, 100, 200)
+    assert (copies.waiting_bytes, copies.limit(0), copies.limit(699)) == (101, 100, 200)
     copies.make_room(100, 1200)  # returns at once: a quarter of what is free is more
     slow.set_result(None)
     assert copies.waiting_bytes == 0
