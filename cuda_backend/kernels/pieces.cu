@@ -63,7 +63,8 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     const int rows = run_of_row.branches ? mask.seen(own_t) : mask.rows;  // there are no tiles after the rows that a tree's row sees
     pieces.cut(tile_bits, mask.past, rows, window, sinks, window ? positions[t] - window + 1 : 0, min(shares, MOST_SINGLE), trunk);
     const int kept = pieces.kept ? pieces.group(pieces.kept - 1) / RUN + 1 : 0;  // runs with sinks; the runs from `next` on follow them
-    const int next = max(kept, pieces.group(pieces.kept) / RUN), runs = kept + pieces.group(pieces.count + pieces.tails - 1) / RUN + 1 - next;
+    const int next = max(kept, pieces.group(pieces.kept) / RUN),
+        runs = kept + pieces.group(pieces.count + pieces.tails - 1) / RUN + 1 - next;
     float2* tops = (float2*)(parts + runs * 32);
     const float lowest = -__int_as_float(0x7f800000);
     const u32 row = blockIdx.y * H + head, stride = T * H;
