@@ -29,8 +29,8 @@ class ExpertSupply(Protocol):
     def begin_request(self) -> ExpertStats:
         """Return the counts so far. Called before a request's first step, when experts may be exchanged."""
 
-    def stats(self, before: ExpertStats | None = None) -> ExpertStats:
-        """Return the counts, or the counts since `before`."""
+    def stats(self, earlier: ExpertStats | None = None) -> ExpertStats:
+        """Return the counts, or the counts since `earlier`."""
 
     def close(self) -> None:
         """Stop copying and reading experts."""

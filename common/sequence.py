@@ -315,7 +315,7 @@ class Sequence:
                     return False
                 answer = None
             elif type(request) is Read:
-                answer = read(ops, request.of)
+                answer = read(ops, request.arrays)
             elif type(request) is Choose:
                 answer = ops.sample(array_of(request.logits), request.sampler)
             else:

@@ -35,7 +35,7 @@ class Rule(NamedTuple):
     inputs  q, k, v, a and b as kernels read them; with `taps` the first input is q, k and v joined, not yet convolved
     decay   addresses of decay and dt_bias
     step    address of the StepState, for at most `runs` sequences
-    wide    columns of a CTA of kernels/delta.cu
+    columns  columns of the state that a CTA of kernels/delta.cu computes
     one_row_each  whether each of several sequences has one row
     """
 
@@ -46,7 +46,7 @@ class Rule(NamedTuple):
     T: int
     runs: int = 1
     taps: Taps | None = None
-    wide: int = 64
+    columns: int = 64
     one_row_each: bool = False
 
 
@@ -146,9 +146,9 @@ class Mixer(NamedTuple):
     norm: GatedNorm
 
 
-def _emit_mixer(lazy: Lazy, to: Target) -> None:
+def _emit_mixer(lazy: Lazy, target: Target) -> None:
     mixer: Mixer = lazy.parameters
-    _delta(lazy.context, mixer.rule, out_of(to, lazy.K), mixer.norm)
+    _delta(lazy.context, mixer.rule, out_of(target, lazy.K), mixer.norm)
 
 
 MIXER = Op("delta mixer", _emit_mixer)
@@ -160,9 +160,9 @@ def _float4_rows(context: Context, x: Array) -> Array:
 
 def apply_paths(context: Context, recurrent: Recurrent, slots: Sequence[int]) -> None:
     """Apply the committed paths of `slots` in every layer, by a step without rows."""
-    inputs, n = context.replay.small, len(slots)
+    inputs, n = context.replay.decode_inputs, len(slots)
     runs = [RunInput(Run(slot, i, 0), 0, *recurrent.input(slot)) for i, slot in enumerate(slots)]
-    inputs.upload(Step.chain(np.empty(0, np.int32), 0), recurrent.pairs[slots[0]].at, runs)
+    inputs.upload(Step.chain(np.empty(0, np.int32), 0), recurrent.pairs[slots[0]].path_store, runs)
     for layer in recurrent.layers():
         if isinstance(layer, Conv):
             _conv(context, NOTHING, Taps(layer, 0), inputs.memory.address, n, 0)

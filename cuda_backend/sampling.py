@@ -36,7 +36,7 @@ def sample(context: Context, logits: Array, sampler: Sampler | Samplers) -> Arra
             _draw(context, logits, best, sampler, tokens.address)
         tokens.arrival = context.to_host.copy(tokens.address, T)
         return tokens
-    next_step = context.replay.small.place_for(tokens) if T <= MAX_DECODE_ROWS else tokens.address
+    next_step = context.replay.decode_inputs.place_for(tokens) if T <= MAX_DECODE_ROWS else tokens.address
     tokens.arrival = arrival = context.to_host.expect(T)
     kernel("sample", "final")((T,), (32,), (*best, tokens.address, next_step, arrival.address), stream=stream)
     arrival.launched()
@@ -134,7 +134,7 @@ def _draw_each(context: Context, logits: Array, best: tuple[int, int], samplers:
     """Sample as `_draw`, each row by its own sampler; rows of greedy samplers take their largest logit."""
     (T, V), stream = logits.shape, context.stream
     draws, cut, at = list[bytes](), False, 0
-    for sampler, rows in samplers.of:
+    for sampler, rows in samplers.of_sequences:
         if not sampler.is_argmax:
             s = sampler.sampling
             least, top_k = _least(s), min(s.top_k, V)

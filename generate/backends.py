@@ -16,7 +16,7 @@ from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
 from common.fit import predict_layers, predict_run, predict_weights
 from common.hot_experts import HotExperts
-from common.models import Model, OpenExperts, architecture, is_defined, is_wide, load_model, rank_config
+from common.models import Model, OpenExperts, architecture, exceeds_float16, is_defined, load_model, rank_config
 from common.ops import Ops
 from generate.machines import rank
 
@@ -146,7 +146,7 @@ def usable() -> list[Found]:
 
 
 def choose(name: str | None, checkpoint: Checkpoint | None = None) -> Found:
-    """Return the backend called `name`, or by itself as CHOICE says; without a checkpoint, for a model that fits."""
+    """Return the backend `name`; None: as CHOICE describes, by whether `checkpoint`, if given, fits into memory."""
     if name is not None and name not in FINDERS:
         raise UsageError(f"backend {name!r} is unknown; supported: {', '.join(NAMES)}")
     if name is None:
@@ -196,7 +196,7 @@ def open_backend(
     if shared:
         needs = partial(_needs, checkpoint, placement)
         return backend_package(chosen).open_shared(
-            checkpoint, is_wide(checkpoint), needs, placement.tensor_parallel is not None
+            checkpoint, exceeds_float16(checkpoint), needs, placement.tensor_parallel is not None
         )
     if placement.memory is not None and chosen == "cuda":
         backend_package(chosen).limit_memory(placement.memory, placement.devices)
@@ -219,8 +219,8 @@ def open_backend(
 
         return NumpyOps()
     if hot is not None:
-        return backend_package(chosen).open_ops(checkpoint, is_wide(checkpoint), hot)
-    return backend_package(chosen).open_ops(checkpoint, is_wide(checkpoint))
+        return backend_package(chosen).open_ops(checkpoint, exceeds_float16(checkpoint), hot)
+    return backend_package(chosen).open_ops(checkpoint, exceeds_float16(checkpoint))
 
 
 def _needs(checkpoint: Checkpoint, placement: Placement, ops: Ops) -> tuple[list[int], int, int]:

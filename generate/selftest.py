@@ -219,7 +219,7 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def _error(suite: Suite, code: int, log: str) -> str:
-    """Reason in words for which pytest gave no verdict on the tests; "" if it gave one. Codes: pytest.ExitCode."""
+    """Return why pytest gave no verdict on the tests, by its pytest.ExitCode; "" if it gave one."""
     during = f" during {suite.under_way}" if suite.under_way else ""
     last = " | ".join(line.strip() for line in log.strip().splitlines()[-3:])
     if code < 0:

@@ -71,11 +71,13 @@ def hot_budget(
     if asked is None and free - fixed - run < sizes.min_budget:
         raise BimetalError(
             f"{free / 1e9:.2f} GB of VRAM leave {max(0, free - fixed - run) / 1e9:.2f} GB for experts, and the "
-            f"least is {sizes.min_budget / 1e9:.2f} GB: one layer's {sizes.experts} experts of each size, and as much for prefill"
+            f"least is {sizes.min_budget / 1e9:.2f} GB: one layer's {sizes.experts} experts of each size, and as much "
+            "for prefill"
         )
     if asked is None and free - fixed - run >= sizes.max_budget:
         raise BimetalError(
-            f"all experts, {sizes.max_budget / 1e9:.2f} GB, fit beside everything else, so spark has no effect; leave it out"
+            f"all experts, {sizes.max_budget / 1e9:.2f} GB, fit beside everything else, so spark has no effect; "
+            "leave it out"
         )
     experts = asked or free - fixed - run
     check_hot(experts, sizes)

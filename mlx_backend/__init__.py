@@ -16,36 +16,39 @@ if TYPE_CHECKING:
     from mlx_backend.following import GroupOps
 
 
-def open_ops(checkpoint: Checkpoint, wide: bool = False) -> MlxOps:
-    """Open MlxOps on MLX's default device: float32 on the CPU, on a GPU the type of most bytes of `checkpoint`.
+def open_ops(checkpoint: Checkpoint, exceeds_float16: bool = False) -> MlxOps:
+    """Open MlxOps on MLX's default device, in float32 on the CPU, on a GPU in the type of most bytes of `checkpoint`.
 
-    wide  True if the model's activations exceed 65504: bfloat16 then replaces float16
+    exceeds_float16  whether the model's activations exceed 65504: bfloat16 then replaces float16
     """
     if mx.default_device().type == mx.DeviceType.cpu:
         return MlxOps(mx.float32)  # MLX multiplies float16 groups 40 times slower there
-    return MlxOps(stored_dtype(checkpoint.tensors.values(), wide))
+    return MlxOps(stored_dtype(checkpoint.tensors.values(), exceeds_float16))
 
 
 def open_shared(
-    checkpoint: Checkpoint, wide: bool, needs: Callable[[MlxOps], tuple[list[int], int, int]], tensor: bool = False
+    checkpoint: Checkpoint,
+    exceeds_float16: bool,
+    needs: Callable[[MlxOps], tuple[list[int], int, int]],
+    tensor: bool = False,
 ) -> "GroupOps":
     """Open the ops of this process in a group that mlx.launch has started.
 
-    needs   returns, given the ops, the bytes of each layer, the numbers of a row between layers, and the memory to use
+    needs   function of the ops that returns the bytes of each layer, the hidden size, and the bytes to use
     tensor  whether all processes share each layer; else each process has some of the layers
     """
     from mlx_backend.group import Group
     from mlx_backend.pipeline import PipelineOps
     from mlx_backend.tensor_parallel import TensorOps
 
-    dtype, group = open_ops(checkpoint, wide).dtype, Group()
+    dtype, group = open_ops(checkpoint, exceeds_float16).dtype, Group()
     ops: PipelineOps | TensorOps = TensorOps(dtype, group) if tensor else PipelineOps(dtype, group)
     sizes, hidden, memory = needs(ops)
-    same = crc32(f"{type(ops).__name__} {dtype} {sizes}".encode()) >> 1
+    fingerprint = crc32(f"{type(ops).__name__} {dtype} {sizes}".encode()) >> 1
     if isinstance(ops, TensorOps):
-        ops.fit(sizes, memory, same)
+        ops.fit(sizes, memory, fingerprint)
     else:
-        ops.share(sizes, hidden, memory, same)
+        ops.share(sizes, hidden, memory, fingerprint)
     return ops
 
 

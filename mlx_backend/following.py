@@ -22,12 +22,12 @@ from mlx_backend.ops import MlxOps
 from mlx_backend.states import MlxState
 
 MIB = 2**20
-# (model, states of several sequences, layers of each that are its own, a step of each) -> what runs them as one step
+# (model, states of several sequences, their layer counts, a step of each) -> what runs them as one step
 Join = Callable[[Any, Sequence[State], Sequence[int], Sequence[Step]], tuple[Any, Any, Step]]
 
 
 class Mirror:
-    """Takes the place of a layer's state for the followers' parts of it."""
+    """Stands for the followers' parts of a state: sends each commit, snapshot and restore to the followers."""
 
     arrays: Sequence[mx.array] = ()
     nbytes = 0
@@ -90,14 +90,14 @@ class GroupOps(MlxOps):
         self._dropped: list[Order] = []  # deleted states and marks
         weakref.finalize(self, group.close)
 
-    def gather_memory(self, memory: int, same: int) -> list[int]:
-        """Return the bytes that each rank gives to the model, of which this one gives `memory`, in whole MiB.
+    def gather_memory(self, memory: int, fingerprint: int) -> list[int]:
+        """Return the bytes that each rank gives to the model, in whole MiB; this rank gives `memory`.
 
-        same  a number that is equal on all ranks if their models are equal
+        fingerprint  a number that is equal on all ranks if their models are equal
 
         Raises BimetalError if the ranks' models differ.
         """
-        given = self.group.gather([memory // MIB, same])
+        given = self.group.gather([memory // MIB, fingerprint])
         if len(set(given[:, 1].tolist())) > 1:
             raise BimetalError(
                 "the ranks of the group have different models, float types or values of tensor_parallel; give all of "
@@ -136,7 +136,7 @@ class GroupOps(MlxOps):
     def follow(self, new_state: Callable[[int], State], models: Sequence[Any], join: Join) -> None:
         """Follow rank 0's orders until it ends: run methods of `models` on states that `new_state` makes.
 
-        models  the model, and with a draft the target alone: of different classes
+        models  the model, and the target alone if there is a draft, which have different classes
         join    makes a step of several sequences
         """
         by_class = {type(model).__name__: model for model in models}
@@ -166,8 +166,8 @@ class GroupOps(MlxOps):
         state: Any = states[0]
         parts = [_step_of(part) for part in order["parts"]]
         step = parts[0]
-        if order["own"] is not None:
-            model, state, step = join(model, states, order["own"], parts)
+        if order["layer_counts"] is not None:
+            model, state, step = join(model, states, order["layer_counts"], parts)
         rows = {} if order["rows"] is None else {"rows": slice(*order["rows"])}
         self.run(partial(getattr(model, order["method"]), *order["args"], **rows), state, step)
 
@@ -182,7 +182,7 @@ def _order_of(fn: "partial[Array]", state: Any, step: Any, sends_tokens: bool) -
     ends = np.cumsum([len(part) for part in parts])[:-1]
     return {
         "states": [mirror.id for mirror in (mirrors if is_joined else [mirrors])],
-        "own": list(state.own) if is_joined else None,
+        "layer_counts": list(state.layer_counts) if is_joined else None,
         "model": type(method.__self__).__name__,
         "method": method.__name__,
         "args": fn.args,
@@ -195,7 +195,7 @@ def _order_of(fn: "partial[Array]", state: Any, step: Any, sends_tokens: bool) -
 
 
 def _step_of(part: Any) -> Step:
-    """Return the step of one sequence; zeros stand for tokens that a follower has no use for."""
+    """Return the step of one sequence, with zeros as tokens if followers do not embed them."""
     tokens, positions, parents = part
     seen = None if parents is None else np.array(parents, np.int32)
     return Step(np.array(tokens, np.int32), np.array(positions, np.int32), seen, np.zeros(len(tokens), np.int32))

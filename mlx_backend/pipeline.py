@@ -26,8 +26,8 @@ class PassedOnError(Exception):
 class PipelineOps(GroupOps):
     """The op contract on this process's layers.
 
-    hidden  numbers of a row between two layers
-    own     the first layer of this rank, and the layer after its last
+    hidden  hidden size
+    own     range of this rank's layers
     layers  number of layers of the whole model
     """
 
@@ -37,16 +37,16 @@ class PipelineOps(GroupOps):
         self.own = range(0)
         self._rows = 0  # of the step's output
 
-    def share(self, sizes: Sequence[int], hidden: int, memory: int, same: int) -> None:
+    def share(self, sizes: Sequence[int], hidden: int, memory: int, fingerprint: int) -> None:
         """Divide the layers by the memory of the ranks; call it before weights are loaded.
 
-        sizes   bytes of each layer; weights outside the layers count to the first one
-        memory  bytes that this rank gives to the model
-        same    as in `gather_memory`
+        sizes        bytes of each layer; weights outside the layers count to the first one
+        memory       bytes that this rank gives to the model
+        fingerprint  as in `gather_memory`
 
         Raises BimetalError if the layers do not fit, and if the ranks' models differ.
         """
-        self.own = share_layers(sizes, self.gather_memory(memory, same))[self.group.rank]
+        self.own = share_layers(sizes, self.gather_memory(memory, fingerprint))[self.group.rank]
         self.hidden, self.layers = hidden, len(sizes)
 
     def has_layer(self, layer: int | None) -> bool:

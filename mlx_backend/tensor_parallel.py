@@ -33,16 +33,16 @@ class TensorOps(GroupOps):
         self.joins = group.size == 2  # with more ranks a sum's order depends on the rows of the step
         self._sums: deque[mx.array] = deque(maxlen=LAST_SUMS)
 
-    def fit(self, sizes: Sequence[int], memory: int, same: int) -> None:
+    def fit(self, sizes: Sequence[int], memory: int, fingerprint: int) -> None:
         """Check that every rank has memory for its part; call it before weights are loaded.
 
-        sizes   bytes of each layer's part, and of weights outside the layers
-        memory  bytes that this rank gives to the model
-        same    as in `gather_memory`
+        sizes        bytes of each layer's part, and of weights outside the layers
+        memory       bytes that this rank gives to the model
+        fingerprint  as in `gather_memory`
 
         Raises BimetalError if a part does not fit, and if the ranks' models differ.
         """
-        given = self.gather_memory(memory, same)
+        given = self.gather_memory(memory, fingerprint)
         least = min(range(len(given)), key=lambda rank: given[rank])
         if sum(sizes) > given[least]:
             raise BimetalError(

@@ -78,9 +78,9 @@ class Draft(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Copy handles or logits to the host; the answer is a tuple of arrays, one for each of `of`."""
+    """Copy handles or logits to the host; the answer is a tuple of arrays, one for each of `arrays`."""
 
-    of: tuple[Any, ...]
+    arrays: tuple[Any, ...]
 
 
 class Emit(NamedTuple):

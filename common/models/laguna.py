@@ -29,7 +29,7 @@ from common.step import State, Step
 from common.storage import KVSpec, LayerSpec
 from common.weights import Layout, Matrix, Names, Table, Vector
 
-WIDE = True  # products inside the experts exceed float16's maximum of 65504
+EXCEEDS_FLOAT16 = True  # products inside the experts exceed float16's maximum of 65504
 # YaRN's factor and original context in XS-2.1, whose GGUF states 1 where its config.json states the derived 1.3466.
 XS_2_1 = (32, 8192)
 KINDS = ("full_attention", "sliding_attention")

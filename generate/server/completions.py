@@ -36,7 +36,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     fields.text("model")
     prompts = _prompts(fields)
     options = sampling(fields) | stops(fields, "stop") | priority(fields) | bias(fields, facts)
-    limited = limit(fields, "max_tokens", "n_predict", least=0)
+    limited = limit(fields, "max_tokens", "n_predict", minimum=0)
     generates = limited.get("max_tokens") != 0
     logprobs = fields.take("logprobs", whole(0, MOST_LOGPROBS))
     if logprobs is not None:

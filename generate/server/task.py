@@ -100,7 +100,7 @@ def compiled(facts: Facts, grammar: Grammar) -> Callable[[], Guide]:
     try:
         return facts.grammars.guide(grammar.text)
     except SchemaError as error:
-        raise ApiError(400, str(error), param=grammar.field if error.of == REPLY else "tools") from None
+        raise ApiError(400, str(error), param=grammar.field if error.owner == REPLY else "tools") from None
     except UsageError as error:
         raise ApiError(400, str(error), param=grammar.field) from None
 

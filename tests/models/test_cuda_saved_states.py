@@ -118,7 +118,7 @@ def test_copies_through_pinned_memory(ops, nbytes, monkeypatch):
     monkeypatch.setattr(staged, "CHUNK", 64)
     monkeypatch.setattr(memory, "LARGE", 1)
     stream, found = ops.context.stream, np.empty((3, nbytes), np.uint8)
-    stream.staged.made, source = None, np.empty(nbytes, np.uint8)
+    stream.staged.started, source = None, np.empty(nbytes, np.uint8)
     device = memory.Memory(3 * nbytes, stream)
     expected = np.random.default_rng(0).integers(0, 255, (3, nbytes), np.uint8)
     for i, array in enumerate(expected):
@@ -126,7 +126,7 @@ def test_copies_through_pinned_memory(ops, nbytes, monkeypatch):
         memory.copy_in(device.address + i * nbytes, source, stream)
     cupy.cuda.runtime.memcpyAsync(found.ctypes.data, device.address, found.nbytes, 2, stream.ptr)
     stream.synchronize()
-    stream.staged.made = None
+    stream.staged.started = None
     assert np.array_equal(found, expected)
 
 

@@ -61,7 +61,7 @@ def copy_out(address: int, nbytes: int, stream) -> np.ndarray:
 
 def table(pool) -> np.ndarray:
     """The page numbers of each slot, as kernels read them."""
-    flat = copy_out(pool.pages.table, 4 * pool.slots * pool.pages.each, pool.stores[0].stream)
+    flat = copy_out(pool.pages.table, 4 * pool.slots * pool.pages.pages_per_slot, pool.stores[0].stream)
     return flat.view(np.int32).reshape(pool.slots, -1)
 
 
