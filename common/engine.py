@@ -285,9 +285,9 @@ class Engine:
             with suppress(ValueError):
                 queue.remove(sequence)
         self._share_rows()
-        sequence.request = sequence.parts = None
+        sequence.request = sequence.unfinished_parts = None
         if sequence.reads:
-            sequence.first = sequence.last = time.perf_counter() if sequence.slot else 0.0
+            sequence.first_token_at = sequence.last_token_at = time.perf_counter() if sequence.slot else 0.0
         if sequence.tuner is not None:
             sequence.tuner.leave()
         slot, error = sequence.slot, None
@@ -338,7 +338,7 @@ class Engine:
                 self._decode(sequence, logits)
         except BaseException as error:  # of the caller's own function, sys.exit included
             self._end(sequence, error)
-        self.step_tokens.observe(len(step) + sequence.new)
+        self.step_tokens.observe(len(step) + sequence.new_tokens)
 
     def _decode(self, sequence: Sequence, logits: Array) -> None:
         """Begin to decode after the prompt."""
@@ -420,13 +420,13 @@ class Engine:
         for sequence, request, answer in launched:
             if sequence.request is not request:  # it has ended
                 continue
-            begins |= not sequence.new
-            new -= sequence.new
+            begins |= not sequence.new_tokens
+            new -= sequence.new_tokens
             if isinstance(answer, Exception):
                 self._end(sequence, answer)
             else:
                 self._advance(sequence, answer)
-            new += sequence.new
+            new += sequence.new_tokens
         if new:
             self.step_tokens.observe(new)
         if begins:  # a first token is delivered without waiting for another launch

@@ -188,10 +188,10 @@ class Ahead(Sampler):
 
     def __init__(self, sampler: Sampler, depths: np.ndarray):
         self.__dict__ |= vars(sampler)
-        self.left = sampler.peek(depths.max() + 1)[depths]
+        self.random_numbers = sampler.peek(depths.max() + 1)[depths]
 
     def numbers(self, rows: int) -> np.ndarray:
-        out, self.left = self.left[:rows], self.left[rows:]
+        out, self.random_numbers = self.random_numbers[:rows], self.random_numbers[rows:]
         return out
 
 

@@ -86,7 +86,7 @@ def grouped_linear(
 def chosen_linear(
     context: Context, x: Lazy | Array, w: Weight, shared_expert: Weight | None, choice: np.ndarray
 ) -> Array:
-    """Return one row times each matrix that it chooses, and times `shared_expert` if there is one: (matrices, rows)
+    """Multiply one row by each matrix that it chooses, and by `shared_expert` if there is one: (matrices, rows).
 
     x       the row, or gates and ups (matrices, 2 columns), whose SwiGLU gives a row for each matrix
     choice  struct Choice of kernels/choose.cuh
@@ -107,7 +107,7 @@ def chosen_linear(
 
 
 def heads_of_one(context: Context, x: Lazy | Array, w: Weight, target: Target) -> None:
-    """Multiply heads of one row, (H, columns) or packed heads, by their matrices: floats, or a packed row"""
+    """Multiply heads of one row, (H, columns) or packed heads, by their matrices: floats, or a packed row."""
     (s,) = w.segments
     how = packing(s.type, 1)
     apart = packed_size(s.columns, 1, how)
@@ -169,7 +169,7 @@ def _single(
 
 
 def _cuts(w: Weight, matrices: int, card: Card) -> int:
-    """Return the parts of k in steps whose rows each take `matrices`: equal for all segments and numbers of rows."""
+    """Return into how many parts k is divided if a row takes `matrices`: the same for any number of rows."""
     packed = packed_segments(w)
     parts = {parts_of(card, expert_ring(card, s.type, 8)[0], matrices, s.row_blocks, s.k_blocks) for s in packed}
     return parts.pop() if len(parts) == 1 and len(packed) == len(w.segments) else 1

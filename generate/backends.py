@@ -27,7 +27,7 @@ class Found:
 
     name: str
     usable: bool
-    what: str
+    description: str
     is_gpu: bool = False
 
 
@@ -157,7 +157,7 @@ def choose(name: str | None, checkpoint: Checkpoint | None = None) -> Found:
         return here["numpy" if checkpoint is None or _fits_numpy(checkpoint) else "mlx"]
     found = FINDERS[name]()
     if not found.usable:
-        raise BimetalError(f"backend {name} cannot run here: {found.what}")
+        raise BimetalError(f"backend {name} cannot run here: {found.description}")
     return found
 
 

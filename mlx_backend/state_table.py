@@ -16,17 +16,17 @@ from mlx_backend.sizes import Prefill, Work
 from mlx_backend.states import MlxConv, MlxDelta, MlxState
 
 
-class Kept(NamedTuple):
-    """Functions of a spec of one class that make its state on MLX and predict its memory.
+class StateFunctions(NamedTuple):
+    """Functions of one class of specs that make a state on MLX and predict its memory.
 
     make   makes the empty state of a spec in a float type
-    held   predicts its bytes once a prompt has been read
+    held_bytes  predicts its bytes once a prompt has been read
     eager  predicts its part of a layer's workspace on the CPU
     lazy   predicts its part on a Mac's GPU
     """
 
     make: Callable[[Any, mx.Dtype], LayerState]
-    held: Callable[[Any, Prefill], int]
+    held_bytes: Callable[[Any, Prefill], int]
     eager: Callable[[Any, LayerSize, Prefill], Work]
     lazy: Callable[[Any, LayerSize, Prefill], Work]
 
@@ -49,25 +49,25 @@ def _fixed_bytes(s: Spec, prefill: Prefill) -> int:
     return s.bytes(prefill.tokens, prefill.item_bytes)
 
 
-TABLE: Mapping[type[Spec], Kept] = {
-    KVSpec: Kept(_kv_state, _kv_bytes, sizes.kv_eager, sizes.kv_lazy),
-    LatentSpec: Kept(MlxRows, _rows_bytes, sizes.latent_eager, sizes.latent_lazy),
-    ConvSpec: Kept(MlxConv, _fixed_bytes, sizes.conv_eager, sizes.conv_lazy),
-    DeltaSpec: Kept(lambda s, _: MlxDelta(s), _fixed_bytes, sizes.delta_eager, sizes.delta_lazy),
+TABLE: Mapping[type[Spec], StateFunctions] = {
+    KVSpec: StateFunctions(_kv_state, _kv_bytes, sizes.kv_eager, sizes.kv_lazy),
+    LatentSpec: StateFunctions(MlxRows, _rows_bytes, sizes.latent_eager, sizes.latent_lazy),
+    ConvSpec: StateFunctions(MlxConv, _fixed_bytes, sizes.conv_eager, sizes.conv_lazy),
+    DeltaSpec: StateFunctions(lambda s, _: MlxDelta(s), _fixed_bytes, sizes.delta_eager, sizes.delta_lazy),
 }
 
 
-def kept(s: Spec) -> Kept:
+def functions_of(s: Spec) -> StateFunctions:
     return TABLE[type(s)]
 
 
 def new_state(spec: Sequence[LayerSpec], capacity: int, dtype: mx.Dtype) -> MlxState:
-    return MlxState([{name: kept(s).make(s, dtype) for name, s in layer.items()} for layer in spec], capacity)
+    return MlxState([{name: functions_of(s).make(s, dtype) for name, s in layer.items()} for layer in spec], capacity)
 
 
 def state_bytes(spec: Sequence[LayerSpec], tokens: int, rows: int, item_bytes: int) -> int:
     """Predict `MlxState.nbytes` once `tokens` tokens have been read in steps of `rows` rows."""
-    return sum(kept(s).held(s, Prefill(tokens, rows, item_bytes)) for s in all_specs(spec))
+    return sum(functions_of(s).held_bytes(s, Prefill(tokens, rows, item_bytes)) for s in all_specs(spec))
 
 
 def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item_bytes: int, fused: bool) -> int:
@@ -78,7 +78,9 @@ def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item_bytes: 
     # if fused: decoded weights, which products of many rows read
     total = 2 * DECODED * item_bytes if fused else logits
     for layer in layers:
-        parts = [(kept(s).lazy if fused else kept(s).eager)(s, layer, prefill) for s in layer.states.values()]
+        parts = [
+            (functions_of(s).lazy if fused else functions_of(s).eager)(s, layer, prefill) for s in layer.states.values()
+        ]
         states = [sum(numbers) for numbers in zip((0, 0, 0), *parts, strict=True)]
         of_layer = (sizes.lazy_bytes if fused else sizes.eager_bytes)(layer, states, prefill)
         peak = max(peak, of_layer + decoded_bytes(layer, tokens))

@@ -182,7 +182,7 @@ class TunerShare:
 
     def __init__(self, shared: SharedTuner):
         self.shared, self.tuner, self.sizes = shared, shared.tuner, shared.tuner.sizes
-        self.taken, self.gap = max(shared.number - 1, 0), 0
+        self.choice_seen, self.gap = max(shared.number - 1, 0), 0
         self.seen, self.quiet = shared.disturbances(), True  # the prompt's token is read before a step is timed
         shared.users.add(self)
 
@@ -194,15 +194,15 @@ class TunerShare:
         """Note that the reply begins."""
         if len(self.shared.users) == 1:
             self.tuner.begin()
-            self.taken = self.shared.number  # what replies before it have left is no choice for this one
+            self.choice_seen = self.shared.number  # the last choice was made for earlier replies
 
     def choose(self, max_budget: int | None = None) -> int:
         """Choose the budget of the next step, of at most `max_budget` draft tokens where this reply begins a choice."""
         shared = self.shared
-        if self.taken == shared.number:
+        if self.choice_seen == shared.number:
             shared.number += 1
             shared.size = self.tuner.choose(max_budget)
-        self.taken = shared.number
+        self.choice_seen = shared.number
         return shared.size
 
     def plain_steps(self) -> int:
@@ -214,8 +214,8 @@ class TunerShare:
         was_quiet, seen = self.quiet, self.seen
         self.seen = self.shared.disturbances()
         self.quiet = seen == self.seen
-        if self.taken > self.shared.timed or len(self.shared.users) == 1:
-            self.shared.timed = self.taken
+        if self.choice_seen > self.shared.timed or len(self.shared.users) == 1:
+            self.shared.timed = self.choice_seen
             # the device may do what was launched before a step after the step before it was recorded
             self.shared.add_time(size, seconds, switched, steps, self.quiet and was_quiet)
         self.gap = self.tuner.add_length(size, path, self.gap, 1 / len(self.shared.users))

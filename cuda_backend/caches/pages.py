@@ -47,7 +47,7 @@ class Pages:
         self.hold([(slot, lengths[slot] + rows) for slot, _, rows in runs])
 
     def hold(self, needs: Sequence[tuple[int, int]]) -> None:
-        """Take pages for so many positions of each slot; raises NoRoomError, and takes none, if too few are free."""
+        """Take pages until each (slot, positions) of `needs` fits; none, with NoRoomError, if too few are free."""
         held = self.held
         short = [need for need in needs if need[1] > held[need[0]] * PAGE]
         missing = [(slot, -(-min(positions, self.max_rows) // PAGE) - held[slot]) for slot, positions in short]

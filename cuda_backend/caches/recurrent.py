@@ -140,7 +140,7 @@ class Recurrent:
         self.rows = zeros(rows_bytes(kinds, batches), stream)
 
     def layers(self) -> list[Conv | Delta]:
-        """Return each layer's, which hold this one; not held here, so that the memory goes with the last of them."""
+        """Return the states of each layer; they hold this object, which does not hold them, so that memory is freed."""
         layers: list[Conv | Delta] = []
         at, row_at, batches = self.memory.address, self.rows.address, self.batches
         for layer, spec in self.kinds:

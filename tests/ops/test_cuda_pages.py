@@ -230,7 +230,7 @@ def test_a_cancelled_prompt_gives_its_pages_back(ops, monkeypatch):
 
     submit([7, 8])
     cancelled = submit([i % 90 for i in range(400)])
-    while cancelled.parts is None:
+    while cancelled.unfinished_parts is None:
         engine.turn()
     cancelled.call.cancel.set()
     engine.drain()
@@ -238,7 +238,7 @@ def test_a_cancelled_prompt_gives_its_pages_back(ops, monkeypatch):
     last = submit([i % 80 for i in range(400)])
     engine.drain()
     assert ends == [None] * 3
-    assert (last.new, last.slot is cancelled.slot) == (5, False)
+    assert (last.new_tokens, last.slot is cancelled.slot) == (5, False)
 
 
 def test_scores_take_memory_for_their_tokens_alone(ops):
