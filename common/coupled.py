@@ -20,13 +20,13 @@ class Trust(NamedTuple):
     """Parameters by which a draft's distribution estimates the target's.
 
     flatter    factor on the target's temperature, because drafts are too sure of their tokens
-    least      lower bound of the draft's temperature
+    min_temperature  lower bound of the draft's temperature
     certainty  number of draws from the target that would be worth as much as the draft's distribution
     doubt      weight of the draft's own probabilities in the result, for targets that differ much from the draft
     """
 
     flatter: float
-    least: float
+    min_temperature: float
     certainty: float
     doubt: float
 
@@ -82,7 +82,9 @@ class Coupling(NamedTuple):
     def _probabilities(self, logp: np.ndarray, trust: Trust) -> np.ndarray:
         """Compute the draft's distribution over candidates (..., m), best first, truncated as the target's is."""
         s, m = self.sampling, logp.shape[-1]
-        p = np.exp((logp.astype(np.float64) - logp[..., :1]) / max(trust.least, trust.flatter * s.temperature))
+        p = np.exp(
+            (logp.astype(np.float64) - logp[..., :1]) / max(trust.min_temperature, trust.flatter * s.temperature)
+        )
         if 0 < s.top_k < m:
             p[..., s.top_k :] = 0
         p /= p.sum(axis=-1, keepdims=True)

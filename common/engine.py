@@ -299,9 +299,9 @@ class Engine:
             with suppress(ValueError):
                 queue.remove(sequence)
         self._share_rows()
-        sequence.request = sequence.parts = None
+        sequence.request = sequence.unfinished_parts = None
         if sequence.reads:
-            sequence.first = sequence.last = time.perf_counter() if sequence.slot else 0.0
+            sequence.first_token_at = sequence.last_token_at = time.perf_counter() if sequence.slot else 0.0
         if sequence.tuner is not None:
             sequence.tuner.leave()
         slot, error = sequence.slot, None
@@ -352,7 +352,7 @@ class Engine:
                 self._decode(sequence, logits)
         except BaseException as error:  # of the caller's own function, sys.exit included
             self._end(sequence, error)
-        self.step_tokens.observe(len(step) + sequence.new)
+        self.step_tokens.observe(len(step) + sequence.new_tokens)
 
     def _decode(self, sequence: Sequence, logits: Array) -> None:
         """Begin to decode after the prompt."""
@@ -464,13 +464,13 @@ class Engine:
         for sequence, request, answer in launched:
             if sequence.request is not request:  # it has ended
                 continue
-            begins |= not sequence.new
-            new -= sequence.new
+            begins |= not sequence.new_tokens
+            new -= sequence.new_tokens
             if isinstance(answer, Exception):
                 self._end(sequence, answer)
             else:
                 self._advance(sequence, answer)
-            new += sequence.new
+            new += sequence.new_tokens
         self._note_tokens(new, begins)
 
     def _hand_out_tokens(self, stretches: Stretches) -> None:
@@ -482,9 +482,9 @@ class Engine:
             if stretches in self._stretches:
                 self._stretches.remove(stretches)
             for each in stretches.settle():
-                new -= each.new
+                new -= each.new_tokens
                 self._advance(each, None)
-                new += each.new
+                new += each.new_tokens
         self._note_tokens(new, begins)
 
     def _note_tokens(self, new: int, begins: bool) -> None:

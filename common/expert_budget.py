@@ -24,7 +24,7 @@ class ExpertBudget:
 
     experts  bytes for slots
     total    bytes of all experts in slots
-    least    bytes of one layer's experts of each kind
+    layer_bytes  bytes of one layer's experts of each kind
     fixed    bytes of the other weights
     run      bytes of states and work
     memory   bytes for everything
@@ -32,7 +32,7 @@ class ExpertBudget:
 
     experts: int
     total: int
-    least: int
+    layer_bytes: int
     fixed: int
     run: int
     memory: int

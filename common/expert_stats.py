@@ -81,10 +81,10 @@ class ExpertCounters:
     def __post_init__(self) -> None:
         self.waits = np.zeros(self.layers)
 
-    def stats(self, before: ExpertStats | None = None) -> ExpertStats:
-        """Return what was counted, or what was counted since `before`."""
+    def stats(self, earlier: ExpertStats | None = None) -> ExpertStats:
+        """Return what was counted, or what was counted since `earlier`."""
         p50, p95 = np.percentile(list(self.reads), (50, 95)) if self.reads else (0.0, 0.0)
         counts = ("tokens", "hits", "misses", "bytes_read", "evictions", "prefetched")
-        since = {name: getattr(self, name) - (getattr(before, name) if before else 0) for name in counts}
-        waits = tuple((self.waits - (before.waits if before else 0)).tolist())
+        since = {name: getattr(self, name) - (getattr(earlier, name) if earlier else 0) for name in counts}
+        waits = tuple((self.waits - (earlier.waits if earlier else 0)).tolist())
         return ExpertStats(self.budget, self.peak, read_p50=float(p50), read_p95=float(p95), waits=waits, **since)

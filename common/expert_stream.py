@@ -80,9 +80,9 @@ class ExpertStream:
         """Return the counts so far."""
         return self.stats()
 
-    def stats(self, before: ExpertStats | None = None) -> ExpertStats:
-        """Return the counts, or the counts since `before`."""
-        return self.residency.counters.stats(before)
+    def stats(self, earlier: ExpertStats | None = None) -> ExpertStats:
+        """Return the counts, or the counts since `earlier`."""
+        return self.residency.counters.stats(earlier)
 
     def close(self) -> None:
         """Wait for reads in progress, and drop the others."""

@@ -29,8 +29,8 @@ class ExpertSupply(Protocol):
     def begin_request(self) -> ExpertStats:
         """Return the counts so far. Called before a request's first step, when experts may be exchanged."""
 
-    def stats(self, before: ExpertStats | None = None) -> ExpertStats:
-        """Return the counts, or the counts since `before`."""
+    def stats(self, earlier: ExpertStats | None = None) -> ExpertStats:
+        """Return the counts, or the counts since `earlier`."""
 
     def close(self) -> None:
         """Stop copying and reading experts."""
@@ -217,7 +217,7 @@ class Residency:
                 continue
             if pool.slots - bound <= self.experts:
                 break
-            old = (k for k, entry in pool.probation.items() if self._may_leave(k, entry, before=self._step - 1))
+            old = (k for k, entry in pool.probation.items() if self._may_leave(k, entry, step=self._step - 1))
             load = self._allot(pool, key, None if pool.free else next(old, None))
             if load is None:
                 break
@@ -275,8 +275,8 @@ class Residency:
                 self._touch(pool, key, pool.probation[key])
         return tuple(loads)
 
-    def swap(self, counts: np.ndarray, most: int, least_gain: int = 1) -> tuple[Load, ...]:
-        """Choose up to `most` loads of cold experts into slots of resident ones of their layer with lower counts.
+    def swap(self, counts: np.ndarray, max_loads: int, least_gain: int = 1) -> tuple[Load, ...]:
+        """Choose up to `max_loads` loads of cold experts into slots of resident ones of their layer with lower counts.
 
         Pairs the layer's least counted resident expert with its most counted cold one, and so on; a pair counts where
         the cold one has at least `least_gain` more. The largest gains come first.
@@ -293,7 +293,7 @@ class Residency:
                     break
                 pairs.append((-gain, layer, leaving, coming))
         loads = []
-        for _, layer, leaving, coming in sorted(pairs)[:most]:
+        for _, layer, leaving, coming in sorted(pairs)[:max_loads]:
             load = self._allot(self._pool(layer), Key(layer, coming), Key(layer, leaving))
             assert load is not None
             loads.append(load)
@@ -304,13 +304,13 @@ class Residency:
     def _pool(self, layer: int) -> _Pool:
         return self.pools[self.kinds[layer]]
 
-    def _may_leave(self, key: Key, entry: _Entry, before: int) -> bool:
-        """Test whether the entry is neither in use nor loading, and was last used before the step `before`."""
-        return key not in self._pinned and not entry.is_loading and entry.step < before
+    def _may_leave(self, key: Key, entry: _Entry, step: int) -> bool:
+        """Test whether the entry is neither in use nor loading, and was last used before the step `step`."""
+        return key not in self._pinned and not entry.is_loading and entry.step < step
 
     def _victim(self, pool: _Pool) -> Key | None:
         entries = pool.entries()
-        return next((key for key, entry in entries if self._may_leave(key, entry, before=self._step + 1)), None)
+        return next((key for key, entry in entries if self._may_leave(key, entry, step=self._step + 1)), None)
 
     def _allot(self, pool: _Pool, key: Key, victim: Key | None) -> Load | None:
         """Give `key` the slot of `victim`, or without a victim a free one; None if no slot is free."""

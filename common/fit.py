@@ -137,11 +137,11 @@ def predict_need(
     return need(most_rows(fits, ops.prefill_rows) if ops.reserves else ops.prefill_rows)
 
 
-def most_tokens(fits: Callable[[int], bool], most: int) -> int:
-    """Find the largest number of tokens up to `most` that fits; 1 if none does."""
-    if fits(most):
-        return most
-    low, high = 1, most
+def most_tokens(fits: Callable[[int], bool], limit: int) -> int:
+    """Find the largest number of tokens up to `limit` that fits; 1 if none does."""
+    if fits(limit):
+        return limit
+    low, high = 1, limit
     while low + 1 < high:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -186,9 +186,9 @@ def rows_that_fit(
     return most_rows(lambda rows: fits(tokens, rows), ops.prefill_rows)
 
 
-def most_rows(fits: Callable[[int], bool], most: int) -> int:
-    """Return the first of `most`, `most` / 2, ... down to LEAST_ROWS that fits; LEAST_ROWS if none does."""
-    rows = most
+def most_rows(fits: Callable[[int], bool], limit: int) -> int:
+    """Return the first of `limit`, `limit` / 2, ... down to LEAST_ROWS that fits; LEAST_ROWS if none does."""
+    rows = limit
     while rows > LEAST_ROWS and not fits(rows):
         rows //= 2
     return rows

@@ -134,15 +134,15 @@ def _inverse(fix: Fix, count: int) -> np.ndarray:
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
-def write_gguf(part: Path, keys: list[Key], outputs: Sequence[Output], default: Format, advance: Advance) -> None:
-    """Write the file into the folder `part`; tensors that it already has completely are kept.
+def write_gguf(partial: Path, keys: list[Key], outputs: Sequence[Output], default: Format, advance: Advance) -> None:
+    """Write the file into the folder `partial`; tensors that it already has completely are kept.
 
     advance  is called with the number of bytes written, or found
     """
-    header = _header(part, [*keys, *(Key(n, v, Kind.UINT32.value) for n, v in _own_keys(default).items())], outputs)
+    header = _header(partial, [*keys, *(Key(n, v, Kind.UINT32.value) for n, v in _own_keys(default).items())], outputs)
     sizes = [sum(parts_of(output)) for output in outputs]
-    check_space(part, len(header) + sum(_padded(size) for size in sizes))
-    path = part / DATA
+    check_space(partial, len(header) + sum(_padded(size) for size in sizes))
+    path = partial / DATA
     done = _finished(path, header, sizes)
     with path.open("r+b" if done is not None else "wb") as file:
         if done is None:
@@ -163,11 +163,11 @@ def write_gguf(part: Path, keys: list[Key], outputs: Sequence[Output], default: 
         raise BimetalError(f"{path} has {path.stat().st_size} bytes, which is not what its tensors take")
 
 
-def finish_gguf(part: Path, out: Path) -> None:
+def finish_gguf(partial: Path, out: Path) -> None:
     """Give the finished file its name, and remove its folder."""
-    (part / DATA).rename(out)
-    (part / UNFINISHED).unlink()
-    part.rmdir()
+    (partial / DATA).rename(out)
+    (partial / UNFINISHED).unlink()
+    partial.rmdir()
 
 
 def _own_keys(default: Format) -> dict[str, int]:
@@ -177,7 +177,7 @@ def _own_keys(default: Format) -> dict[str, int]:
     }
 
 
-def _header(part: Path, keys: list[Key], outputs: Sequence[Output]) -> bytes:
+def _header(partial: Path, keys: list[Key], outputs: Sequence[Output]) -> bytes:
     """Everything in front of the tensors' data, padded."""
     from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
@@ -194,7 +194,7 @@ def _header(part: Path, keys: list[Key], outputs: Sequence[Output]) -> bytes:
         type_ = GGMLQuantizationType[output.format.type if output.format else output.type]
         size = sum(parts_of(output))
         writer.add_tensor_info(output.name, output.shape, np.dtype(np.float32), size, type_)
-    path = part / "header"
+    path = partial / "header"
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

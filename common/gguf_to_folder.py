@@ -166,8 +166,8 @@ def _check(checkpoint: Checkpoint, config: Any, read: Any) -> None:
             )
 
 
-def write_files(part: Path, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Write the tokenizer and the recommended sampling into `part`; what config.json adds of special tokens."""
+def write_files(partial: Path, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Write the tokenizer and the recommended sampling into `partial`; what config.json adds of special tokens."""
     sampling = dict(recommended_sampling(checkpoint).options)
     generation: dict[str, Any] = {"do_sample": True, "temperature": 1.0, **sampling} if sampling else {}
     special: dict[str, Any] = {}
@@ -185,11 +185,11 @@ def write_files(part: Path, checkpoint: Checkpoint) -> dict[str, Any]:
             special["bos_token_id"] = tokenizer.bos_id
         if tokenizer.end_ids:
             special["eos_token_id"] = sorted(tokenizer.end_ids, key=lambda id: (id != tokenizer.eos_id, id))
-        rewrite(part / "tokenizer.json", backend.to_str())
-        rewrite(part / "tokenizer_config.json", json.dumps(settings, indent=1))
+        rewrite(partial / "tokenizer.json", backend.to_str())
+        rewrite(partial / "tokenizer_config.json", json.dumps(settings, indent=1))
         for name, template in tokenizer.chat_templates.items():
-            folder = part if name == "default" else part / "additional_chat_templates"
+            folder = partial if name == "default" else partial / "additional_chat_templates"
             folder.mkdir(exist_ok=True)
             rewrite(folder / ("chat_template.jinja" if name == "default" else f"{Path(name).name}.jinja"), template)
-    rewrite(part / "generation_config.json", json.dumps(generation | special, indent=1))
+    rewrite(partial / "generation_config.json", json.dumps(generation | special, indent=1))
     return special

@@ -27,12 +27,12 @@ MOST_TRIES = 64  # of parts of a schema, of which one is at fault; each takes a 
 class SchemaError(UsageError):
     """A JSON schema that is not supported.
 
-    of  what has it, as `json_rule` takes it
+    owner  what has the schema, as in `json_rule`
     """
 
-    def __init__(self, message: str, of: str):
+    def __init__(self, message: str, owner: str):
         super().__init__(message)
-        self.of = of
+        self.owner = owner
 
 
 class Grammars:

@@ -37,18 +37,18 @@ class HotSizes:
     staging: int
 
     @property
-    def least(self) -> int:
-        """Bytes of the least budget."""
+    def min_budget(self) -> int:
+        """Bytes of the smallest budget that is accepted."""
         return least_bytes(self.sizes, self.experts) + self.staging
 
     @property
-    def whole(self) -> int:
+    def max_budget(self) -> int:
         """Bytes of the budget with which all experts have slots."""
         return self.experts * sum(self.sizes) + self.staging
 
     def share(self, part: float) -> int:
         """Bytes of the budget with which `part` of all experts' bytes have slots."""
-        return int(part * (self.whole - self.staging)) + self.staging
+        return int(part * (self.max_budget - self.staging)) + self.staging
 
 
 def hot_sizes(stacks: Sequence[Sequence[int]], experts: int) -> HotSizes:
@@ -58,15 +58,16 @@ def hot_sizes(stacks: Sequence[Sequence[int]], experts: int) -> HotSizes:
     return HotSizes(experts, sizes, staging)
 
 
-def check_hot(nbytes: int, of: HotSizes) -> None:
+def check_hot(nbytes: int, sizes: HotSizes) -> None:
     """Refuse a budget that is too small, or one that holds all experts. Raises BimetalError."""
-    if nbytes < of.least:
+    if nbytes < sizes.min_budget:
         raise BimetalError(
-            f"expert_vram is {nbytes / 1e9:.3g} GB; the least for this model is {of.least / 1e9:.3g} GB ({of.least} "
-            f"bytes): one layer's {of.experts} experts of each size, and as much again for prefill"
+            f"expert_vram is {nbytes / 1e9:.3g} GB; the least for this model is {sizes.min_budget / 1e9:.3g} GB "
+            f"({sizes.min_budget} bytes): one layer's {sizes.experts} experts of each size, and as much again for "
+            "prefill"
         )
-    if nbytes >= of.whole:
+    if nbytes >= sizes.max_budget:
         raise BimetalError(
-            f"expert_vram is {nbytes / 1e9:.3g} GB, and all experts take {of.whole / 1e9:.3g} GB, so spark has no "
-            "effect; leave it out"
+            f"expert_vram is {nbytes / 1e9:.3g} GB, and all experts take {sizes.max_budget / 1e9:.3g} GB, so spark "
+            "has no effect; leave it out"
         )

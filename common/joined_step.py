@@ -89,13 +89,13 @@ def _no_parents(count: int) -> np.ndarray:
 class JoinedState:
     """The states of several sequences: `joined[i].kv` holds the kv of each, in the order of a step's parts.
 
-    own  of each, the number of layers that are its own: later ones, those of a draft, are left as they are
+    layer_counts  for each state the number of its layers that a step computes; later layers, a draft's, do not change
     """
 
     length = 0  # of no one sequence: steps of few rows are computed alike at any length
 
-    def __init__(self, states: Sequence[State], own: Sequence[int]):
-        self.states, self.own = states, own
+    def __init__(self, states: Sequence[State], layer_counts: Sequence[int]):
+        self.states, self.layer_counts = states, layer_counts
         self._layers: dict[int, SimpleNamespace] = {}
 
     def __getitem__(self, layer: int) -> SimpleNamespace:
@@ -103,8 +103,8 @@ class JoinedState:
             names = vars(self.states[0][layer])
             held = {
                 name: tuple(
-                    getattr(state[layer], name) if layer < own else None
-                    for state, own in zip(self.states, self.own, strict=True)
+                    getattr(state[layer], name) if layer < count else None
+                    for state, count in zip(self.states, self.layer_counts, strict=True)
                 )
                 for name in names
             }

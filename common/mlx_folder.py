@@ -113,60 +113,60 @@ def _as_modules(name: str, tensor: Tensor, format: Format | None) -> list[tuple[
     ]
 
 
-def write_shards(part: Path, outputs: Sequence[Output], shard_bytes: int, advance: Advance) -> None:
-    """Write the weights into `part`, which keeps its marker; complete shards of an earlier run are kept.
+def write_shards(partial: Path, outputs: Sequence[Output], shard_bytes: int, advance: Advance) -> None:
+    """Write the weights into `partial`, which keeps its marker; complete shards of an earlier run are kept.
 
     advance  is called with the number of bytes written, or found
     """
     shards = _shards(outputs, shard_bytes)
     total = sum(sum(parts_of(output)) for output in outputs)
-    check_space(part, total)
+    check_space(partial, total)
     names = [_shard_name(number, len(shards)) for number in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
-        if (part / name).exists():
+        if (partial / name).exists():
             advance(sum(sum(parts_of(output)) for output in shard))
         else:
-            _write_shard(part / name, shard, advance)
+            _write_shard(partial / name, shard, advance)
     weight_map = {
         entry[0]: name for name, shard in zip(names, shards, strict=True) for o in shard for entry in _entries(o)
     }
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        rewrite(part / INDEX, json.dumps(index, indent=1))
+        rewrite(partial / INDEX, json.dumps(index, indent=1))
 
 
-def copy_files(part: Path, source: Path) -> None:
+def copy_files(partial: Path, source: Path) -> None:
     """Copy what a safetensors folder holds beside its weights: tokenizer, templates, settings, code."""
     for file in sorted(source.iterdir()):
         own = file.name in ("config.json", CALIBRATION) or file.name.endswith(".index.json")
         if file.suffix in KEPT_FILES and file.is_file() and not own:
-            shutil.copyfile(file, part / file.name)
+            shutil.copyfile(file, partial / file.name)
     if (templates := source / "additional_chat_templates").is_dir():
-        shutil.copytree(templates, part / templates.name, dirs_exist_ok=True)
+        shutil.copytree(templates, partial / templates.name, dirs_exist_ok=True)
 
 
-def write_config(part: Path, config: dict[str, Any], outputs: Sequence[Output], default: Format) -> None:
+def write_config(partial: Path, config: dict[str, Any], outputs: Sequence[Output], default: Format) -> None:
     """Write config.json: the source's, and how each matrix is stored.
 
     mlx-lm knows WeDLM's network as Qwen3. `open_checkpoint` tells them apart by the class.
     """
     if config["model_type"] == "wedlm":
         config = config | {"model_type": "qwen3", "architectures": [WEDLM]}
-    rewrite(part / "config.json", json.dumps(_with_quantization(config, outputs, default), indent=1))
+    rewrite(partial / "config.json", json.dumps(_with_quantization(config, outputs, default), indent=1))
 
 
-def finish_folder(part: Path, out: Path) -> None:
+def finish_folder(partial: Path, out: Path) -> None:
     """Give the finished folder its name."""
-    (part / UNFINISHED).unlink()
-    part.rename(out)
+    (partial / UNFINISHED).unlink()
+    partial.rename(out)
 
 
-def _shards(outputs: Sequence[Output], most: int) -> list[list[Output]]:
+def _shards(outputs: Sequence[Output], max_bytes: int) -> list[list[Output]]:
     shards: list[list[Output]] = [[]]
     size = 0
     for output in outputs:
         nbytes = sum(parts_of(output))
-        if shards[-1] and size + nbytes > most:
+        if shards[-1] and size + nbytes > max_bytes:
             shards.append([])
             size = 0
         shards[-1].append(output)

@@ -105,9 +105,9 @@ def check_place(out: Path, source: Path) -> None:
         raise UsageError(f"{out} lies inside the source {source}; give another place")
 
 
-def check_space(part: Path, needed: int) -> None:
-    """Refuse an output that the disk cannot hold; bytes already in `part` count."""
-    check_room(part.parent, needed, sum(file.stat().st_size for file in part.iterdir()))
+def check_space(partial: Path, needed: int) -> None:
+    """Refuse an output that the disk cannot hold; bytes already in `partial` count."""
+    check_room(partial.parent, needed, sum(file.stat().st_size for file in partial.iterdir()))
 
 
 def check_room(folder: Path, needed: int, held: int = 0) -> None:

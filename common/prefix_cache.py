@@ -292,29 +292,29 @@ class PrefixCache:
         heap += [(page.used, True, next(order), page) for page in self.root.subtree() if page.is_idle]
         heapify(heap)
         while self.bytes + need > self.budget and heap:
-            *_, thing = heappop(heap)
-            if id(thing) in fixed:
+            *_, node = heappop(heap)
+            if id(node) in fixed:
                 continue
-            self._drop(thing, fixed)
-            page = thing.page if isinstance(thing, Entry) else thing.parent
+            self._drop(node, fixed)
+            page = node.page if isinstance(node, Entry) else node.parent
             if page is not None and page.parent is not None and page.key in page.parent.children and page.is_idle:
                 heappush(heap, (page.used, True, next(order), page))
         return self.bytes + need <= self.budget
 
-    def _drop(self, thing: Entry | Page, fixed: set[int] | None = None) -> None:
+    def _drop(self, node: Entry | Page, fixed: set[int] | None = None) -> None:
         """Drop a page without children, or an entry and, if it has a point, the pages that only it needs."""
-        if isinstance(thing, Entry):
-            thing.remove()
-            self._give_back(thing.nbytes, (*thing.rows, *thing.point))
-            page: Page | None = thing.page if thing.point else None
+        if isinstance(node, Entry):
+            node.remove()
+            self._give_back(node.nbytes, (*node.rows, *node.point))
+            page: Page | None = node.page if node.point else None
         else:
-            page = thing
+            page = node
         while page is not None and page.parent is not None and page.is_idle:
             if id(page) in (fixed or ()):
                 return
             del page.parent.children[page.key]
             self._give_back(page.nbytes, page.rows)
-            page = page.parent if isinstance(thing, Entry) else None
+            page = page.parent if isinstance(node, Entry) else None
 
     def _give_back(self, nbytes: int, arrays: Sequence[np.ndarray]) -> None:
         self.bytes -= nbytes

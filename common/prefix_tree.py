@@ -65,7 +65,7 @@ class Entry:
     why    the reason for keeping the state: "system", "turn", "branch", "grid"
     base   the longest entry that is a prefix of this one; `kids` are the entries of which this one is the base
     used   time of the last use, on the cache's clock
-    below  time of the last use of any entry of which this one is a prefix
+    used_below  time of the last use of any entry of which this one is a prefix
     """
 
     key: bytes
@@ -79,7 +79,7 @@ class Entry:
     base: "Entry | None" = None
     kids: set["Entry"] = field(default_factory=set)
     used: int = 0
-    below: int = 0
+    used_below: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +88,7 @@ class Entry:
     @property
     def value(self) -> int:
         """Return the time of the last use; for branch points and system prompts the use of a longer text counts too."""
-        return max(self.used, self.below) if len(self.kids) > 1 or self.why == "system" else self.used
+        return max(self.used, self.used_below) if len(self.kids) > 1 or self.why == "system" else self.used
 
     def is_prefix_of(self, tail: np.ndarray) -> bool:
         """Test whether `tail`, the tokens of a text after the entry's page, begins with the entry's tail."""
@@ -128,7 +128,7 @@ class Entry:
                 self.base.kids.discard(kid)
             kid.base = self
             self.kids.add(kid)
-            self.below = max(self.below, kid.used, kid.below)
+            self.used_below = max(self.used_below, kid.used, kid.used_below)
         if self.base is not None:
             self.base.kids.add(self)
 
@@ -149,7 +149,7 @@ class Entry:
             page.used, page = now, page.parent
         base = self.base
         while base is not None:
-            base.below, base = now, base.base
+            base.used_below, base = now, base.base
 
 
 def page_part(ids: np.ndarray, at: int, steps: Sequence[LongStep]) -> tuple[np.ndarray, tuple[LongStep, ...]]:

@@ -32,22 +32,22 @@ class RowRunner:
         self._joined: dict[bool, Model] = {}  # by whether the target runs without its draft
         self._state: JoinedState | None = None  # of the last joined step
 
-    def alone(self, state: State, asked: Rows | Stretch) -> Computed:
+    def alone(self, state: State, request: Rows | Stretch) -> Computed:
         """Run a step with the rows of one sequence."""
-        rows = _rows_of(asked)
+        rows = _rows_of(request)
         model = self.target if rows.target_only else self.model
         step = rows.step
         if type(step.tokens) is Handle:
             step = replace(step, tokens=tokens_of(self.ops, [step.tokens]))
         return computed(self.ops, model.forward(state, step), rows)
 
-    def together(self, asked: Sequence[tuple[State, Rows | Stretch]]) -> Sequence[Computed | Exception]:
+    def together(self, requests: Sequence[tuple[State, Rows | Stretch]]) -> Sequence[Computed | Exception]:
         """Run a step with the rows of each sequence; an error of one sequence becomes the result of that sequence."""
-        states, rows = [state for state, _ in asked], [_rows_of(each) for _, each in asked]
+        states, rows = [state for state, _ in requests], [_rows_of(each) for _, each in requests]
         kinds = [_kind(each) for each in rows]
         if kinds == sorted(kinds):
             return self._together(states, rows, kinds)
-        order = sorted(range(len(asked)), key=kinds.__getitem__)
+        order = sorted(range(len(requests)), key=kinds.__getitem__)
         answers = self._together([states[i] for i in order], [rows[i] for i in order], sorted(kinds))
         return [answer for _, answer in sorted(zip(order, answers, strict=True), key=lambda pair: pair[0])]
 
@@ -79,31 +79,31 @@ class RowRunner:
         state = self._state_of(states, [omits and each for each in without_draft])
         return self._model(target_only).forward(state, step)
 
-    def _together(self, states: list[State], asked: list[Rows], kinds: list[int]) -> list[Computed | Exception]:
+    def _together(self, states: list[State], requests: list[Rows], kinds: list[int]) -> list[Computed | Exception]:
         """Run one step for all, in the order of their kinds."""
-        steps = [rows.step for rows in asked]
+        steps = [rows.step for rows in requests]
         tokens = tokens_of(self.ops, [step.tokens for step in steps])
         slots = None if states[0].pool is None else [state.slot for state in states]
         step = JoinedStep.of(steps, tokens, slots)
-        logits = self._logits(states, step, [rows.target_only for rows in asked])
+        logits = self._logits(states, step, [rows.target_only for rows in requests])
         runs = step.runs
         chosen = [
-            *self._sampled(logits, asked[: kinds.count(SAMPLED)], runs),
-            *self._picked(logits, asked[kinds.count(SAMPLED) :], runs[kinds.count(SAMPLED) :]),
+            *self._sampled(logits, requests[: kinds.count(SAMPLED)], runs),
+            *self._picked(logits, requests[kinds.count(SAMPLED) :], runs[kinds.count(SAMPLED) :]),
         ]
-        filled = self._filled(logits, asked, runs)
+        filled = self._filled(logits, requests, runs)
         return [
             _answer(self.ops, LogitRows(logits, at.start, at.stop), rows, each, masked)
-            for at, rows, each, masked in zip(runs, asked, chosen, filled, strict=True)
+            for at, rows, each, masked in zip(runs, requests, chosen, filled, strict=True)
         ]
 
-    def _sampled(self, logits: Array, asked: list[Rows], runs: Sequence[slice]) -> list["Handle"]:
+    def _sampled(self, logits: Array, requests: list[Rows], runs: Sequence[slice]) -> list["Handle"]:
         """Choose tokens of the first rows of a step in one call, each by the sampler of its sequence."""
-        if not asked:
+        if not requests:
             return []
-        sampled = [_rows_in(rows.sampled, at) for rows, at in zip(asked, runs, strict=False)]
+        sampled = [_rows_in(rows.sampled, at) for rows, at in zip(requests, runs, strict=False)]
         samplers, end = list[tuple[Sampler, int]](), 0
-        for rows, at in zip(asked, sampled, strict=True):
+        for rows, at in zip(requests, sampled, strict=True):
             assert rows.sampler is not None
             if at.start > end:
                 samplers.append((UNREAD, at.start - end))
@@ -113,15 +113,15 @@ class RowRunner:
         found = StepResults(self.ops, tokens)
         return [Handle(found, at) for at in sampled]
 
-    def _picked(self, logits: Array, asked: list[Rows], runs: Sequence[slice]) -> list["Handle | Exception | None"]:
+    def _picked(self, logits: Array, requests: list[Rows], runs: Sequence[slice]) -> list["Handle | Exception | None"]:
         """Choose tokens of rows that the host must read (penalties, guides); None if nothing is to be chosen."""
-        count = sum(rows.sampler is not None for rows in asked)
-        chosen: list[Handle | Exception | None] = [None] * len(asked)
+        count = sum(rows.sampler is not None for rows in requests)
+        chosen: list[Handle | Exception | None] = [None] * len(requests)
         if not count:
             return chosen
         first = runs[0].start
         host = self.ops.read(logits[first : runs[count - 1].stop])
-        for i, (rows, at) in enumerate(zip(asked[:count], runs, strict=False)):
+        for i, (rows, at) in enumerate(zip(requests[:count], runs, strict=False)):
             assert rows.sampler is not None
             sampled = _rows_in(rows.sampled, at)
             try:
@@ -132,22 +132,22 @@ class RowRunner:
                 chosen[i] = error
         return chosen
 
-    def _filled(self, logits: Array, asked: list[Rows], runs: Sequence[slice]) -> list[tuple["Handle", ...] | None]:
+    def _filled(self, logits: Array, requests: list[Rows], runs: Sequence[slice]) -> list[tuple["Handle", ...] | None]:
         """Compute the predictions for masks of several windows in one call, over rows from the first mask to the last.
 
         None for a sequence without masks; None for all if there is only one window, or if a row is not finite.
         """
-        pairs = zip(asked, runs, strict=True)
+        pairs = zip(requests, runs, strict=True)
         masked = [None if rows.mask is None else _rows_in(rows.masked, at) for rows, at in pairs]
         known = [at for at in masked if at is not None]
         if len(known) < 2:
-            return [None] * len(asked)
+            return [None] * len(requests)
         first, end = min(at.start for at in known), max(at.stop for at in known)
-        mask = next(rows.mask for rows in asked if rows.mask is not None)  # the model's mask id, equal for all
+        mask = next(rows.mask for rows in requests if rows.mask is not None)  # the model's mask id, equal for all
         try:
             found = StepResults(self.ops, *self.ops.argmax_entropy(logits[first:end], mask))
         except NotFiniteError:  # in any row
-            return [None] * len(asked)
+            return [None] * len(requests)
         moved = [None if at is None else slice(at.start - first, at.stop - first) for at in masked]
         return [None if at is None else (Handle(found, at), Handle(found, at, 1)) for at in moved]
 
@@ -156,14 +156,14 @@ class RowRunner:
         """Test whether `drafted` serves several sequences."""
         return isinstance(self.model, Pair) and self.model.shares_passes
 
-    def drafted(self, asked: Sequence[tuple[State, Draft]]) -> list[Drafted | Exception]:
+    def drafted(self, requests: Sequence[tuple[State, Draft]]) -> list[Drafted | Exception]:
         """Draft for each sequence; return for each the result of Pair.drafting, or the error of that sequence.
 
         A pass is one step for all sequences that have rows in it. Errors of the backend are raised.
         """
         pair = self.model
         assert isinstance(pair, Pair)
-        drafting = [pair.drafting(*draft) for _, draft in asked]
+        drafting = [pair.drafting(*draft) for _, draft in requests]
         answers, passes = dict[int, Drafted | Exception](), dict[int, tuple[Pass, Step]]()
 
         def go_on(i: int, found: Any) -> None:
@@ -173,25 +173,25 @@ class RowRunner:
                 return
             try:
                 next_pass = drafting[i].send(found)
-                passes[i] = next_pass, pair.pass_step(next_pass.given, asked[i][0].length)
+                passes[i] = next_pass, pair.pass_step(next_pass.inputs, requests[i][0].length)
             except StopIteration as done:
                 answers[i] = done.value
             except BimetalError as error:
                 answers[i] = error
 
-        for i in range(len(asked)):
+        for i in range(len(requests)):
             go_on(i, None)
         while passes:
             rows = min(len(step) for _, step in passes.values())
             chosen = [i for i, (_, step) in passes.items() if len(step) == rows][: max(1, MAX_DECODE_ROWS // rows)]
-            found = self._found(pair, [(asked[i][0], *passes[i]) for i in chosen])
+            found = self._found(pair, [(requests[i][0], *passes[i]) for i in chosen])
             for i, each in zip(chosen, found, strict=True):
                 go_on(i, each)
-        return [answers[i] for i in range(len(asked))]
+        return [answers[i] for i in range(len(requests))]
 
-    def _found(self, pair: Pair, asked: list[tuple[State, Pass, Step]]) -> list[Any]:
+    def _found(self, pair: Pair, passes: list[tuple[State, Pass, Step]]) -> list[Any]:
         """Run one pass over sequences with equal numbers of rows; return each one's result or error."""
-        states, steps = [state for state, _, _ in asked], [step for _, _, step in asked]
+        states, steps = [state for state, _, _ in passes], [step for _, _, step in passes]
         tokens, rows, pool = np.concatenate([step.tokens for step in steps]), len(steps[0]), states[0].pool
         if pool is not None:
             logits = pair.propose_each(pool, JoinedStep.of(steps, tokens, [state.slot for state in states]), rows)
@@ -199,19 +199,19 @@ class RowRunner:
             joined_pair: Any = self._model(False)
             state = self._state_of(states, [False] * len(states))
             logits = joined_pair.propose_each(state, JoinedStep.of(steps, tokens), rows)
-        own = [pair.rows_of_each(number, rows) for number in range(len(asked))]
-        most = max(each.k for _, each, _ in asked)
+        runs = [pair.rows_of_each(number, rows) for number in range(len(passes))]
+        k = max(each.k for _, each, _ in passes)
         try:
-            best = self.ops.read_all(*self.ops.top_k(logits, most)) if most else None
+            best = self.ops.read_all(*self.ops.top_k(logits, k)) if k else None
         except NotFiniteError:  # in any row
             best = None
         found: list[Any] = []
-        for at, (_, each, _) in zip(own, asked, strict=True):
+        for run, (_, each, _) in zip(runs, passes, strict=True):
             if best is not None:
-                found.append([part[at][: each.positions, : each.k] for part in best])
+                found.append([part[run][: each.positions, : each.k] for part in best])
                 continue
             try:
-                found.append(pair.found(logits[at], each))
+                found.append(pair.found(logits[run], each))
             except BimetalError as error:
                 found.append(error)
         return found
@@ -222,16 +222,16 @@ class RowRunner:
         return self._joined[target_only]
 
     def _state_of(self, states: list[State], without_draft: list[bool]) -> Any:
-        """Return the states as one; of some of them the layers of a draft stay as they are."""
+        """Join the states; a step leaves the draft's layers of those `without_draft` as they are."""
         layers = len(self.model.weights.layers)
-        own = [layers if each else layers + DRAFT_LAYERS for each in without_draft]
-        if self._state is None or self._state.states != states or self._state.own != own:
-            self._state = JoinedState(states, own)
+        counts = [layers if each else layers + DRAFT_LAYERS for each in without_draft]
+        if self._state is None or self._state.states != states or self._state.layer_counts != counts:
+            self._state = JoinedState(states, counts)
         return self._state
 
 
-def _rows_of(asked: Rows | Stretch) -> Rows:
-    return asked.rows() if isinstance(asked, Stretch) else asked
+def _rows_of(request: Rows | Stretch) -> Rows:
+    return request.rows() if isinstance(request, Stretch) else request
 
 
 def _kind(rows: Rows) -> int:
@@ -239,12 +239,12 @@ def _kind(rows: Rows) -> int:
     return NOT_CHOSEN if rows.sampler is None else PICKED if rows.sampler.penalizes else SAMPLED
 
 
-def _rows_in(sampled: slice, at: slice) -> slice:
-    """Return where rows `sampled` of a sequence lie in a step in which its rows are `at`."""
+def _rows_in(sampled: slice, run: slice) -> slice:
+    """Return where rows `sampled` of a sequence are in a joined step, of which the sequence's rows are `run`."""
     if sampled is EVERY:
-        return at
-    first, end, _ = sampled.indices(at.stop - at.start)
-    return slice(at.start + first, at.start + end)
+        return run
+    first, end, _ = sampled.indices(run.stop - run.start)
+    return slice(run.start + first, run.start + end)
 
 
 def _answer(
@@ -342,13 +342,13 @@ class Handle:
 OF_A_JOINED_STEP = {Handle, LogitRows}
 
 
-def read(ops: Ops, of: Sequence[Any]) -> tuple[np.ndarray, ...]:
+def read(ops: Ops, arrays: Sequence[Any]) -> tuple[np.ndarray, ...]:
     """Bring Handles, LogitRows and arrays of the backend to the host."""
-    if len(of) == 1 and type(of[0]) is Handle:
-        return (of[0].read(),)
-    if OF_A_JOINED_STEP.isdisjoint(map(type, of)):
-        return ops.read_all(*of)
-    return tuple([_on_host(ops, x) for x in of])
+    if len(arrays) == 1 and type(arrays[0]) is Handle:
+        return (arrays[0].read(),)
+    if OF_A_JOINED_STEP.isdisjoint(map(type, arrays)):
+        return ops.read_all(*arrays)
+    return tuple([_on_host(ops, x) for x in arrays])
 
 
 def token_of(ops: Ops, handle: Any) -> int:
@@ -361,25 +361,25 @@ def array_of(logits: Any) -> Array:
     return logits.cut() if type(logits) is LogitRows else logits
 
 
-def tokens_of(ops: Ops, of: Sequence[Any]) -> Any:
+def tokens_of(ops: Ops, tokens_of_each: Sequence[Any]) -> Any:
     """Join the tokens of each of several sequences.
 
     If they are of one sequence, or all tokens that one joined step chose, in its order, the result is an array on the
     device: the next step can then be launched before the host knows its tokens. Else they are copied to the host.
     """
-    first = of[0]
-    if len(of) == 1:
+    first = tokens_of_each[0]
+    if len(tokens_of_each) == 1:
         return first if type(first) is not Handle else first.results.arrays[first.number][first.rows]
     if type(first) is Handle:
         results, at = first.results, 0
-        for tokens in of:
+        for tokens in tokens_of_each:
             if type(tokens) is not Handle or tokens.results is not results or tokens.rows.start != at:
                 break
             at = tokens.rows.stop
         else:
             if at == len(results.arrays[0]):
                 return results.arrays[0]
-    return np.concatenate([_on_host(ops, tokens) for tokens in of])
+    return np.concatenate([_on_host(ops, tokens) for tokens in tokens_of_each])
 
 
 def _on_host(ops: Ops, x: Any) -> np.ndarray:

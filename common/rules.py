@@ -40,24 +40,25 @@ def number(words: str, holds: Callable[[float], bool]) -> Rule:
     return Rule(words, convert)
 
 
-def whole(least: int, most: int | None = None) -> Rule:
-    """Accept integers from `least`, to `most` where given, NumPy's among them, but no bool."""
+def whole(minimum: int, maximum: int | None = None) -> Rule:
+    """Accept integers from `minimum`, to `maximum` where given, NumPy's among them, but no bool."""
 
     def convert(value: Any) -> int:
         return _check(
-            operator.index(_typed(value, numbers.Integral)), lambda x: x >= least and (most is None or x <= most)
+            operator.index(_typed(value, numbers.Integral)),
+            lambda x: x >= minimum and (maximum is None or x <= maximum),
         )
 
-    words = f"of at least {least}" if most is None else f"from {least} to {most}"
+    words = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
     return Rule(f"a whole number {words}", convert)
 
 
-def none_or(least: int) -> Rule:
-    """Accept 0 and integers from `least`."""
+def none_or(minimum: int) -> Rule:
+    """Accept 0 and integers from `minimum`."""
     some = whole(0)
     return Rule(
-        f"0 or a whole number of at least {least}",
-        lambda value: _check(some.convert(value), lambda x: x == 0 or x >= least),
+        f"0 or a whole number of at least {minimum}",
+        lambda value: _check(some.convert(value), lambda x: x == 0 or x >= minimum),
     )
 
 
@@ -71,9 +72,9 @@ def name_of(*names: str) -> Rule:
     return Rule(f"one of {', '.join(names)}", lambda value: _check(_typed(value, str).lower(), lambda x: x in names))
 
 
-def many(words: str, each: Rule) -> Rule:
-    """Accept a sequence of values that `each` accepts, as a tuple."""
-    return Rule(words, lambda value: tuple(each.convert(item) for item in _typed(value, Sequence)))
+def many(words: str, rule: Rule) -> Rule:
+    """Accept a sequence of values that `rule` accepts, as a tuple."""
+    return Rule(words, lambda value: tuple(rule.convert(item) for item in _typed(value, Sequence)))
 
 
 def texts(words: str) -> Rule:

@@ -189,30 +189,30 @@ class Ahead(Sampler):
 
     def __init__(self, sampler: Sampler, depths: np.ndarray):
         self.__dict__ |= vars(sampler)
-        self.left = sampler.peek(depths.max() + 1)[depths]
+        self.random_numbers = sampler.peek(depths.max() + 1)[depths]
 
     def numbers(self, rows: int) -> np.ndarray:
-        out, self.left = self.left[:rows], self.left[rows:]
+        out, self.random_numbers = self.random_numbers[:rows], self.random_numbers[rows:]
         return out
 
 
 class Samplers:
     """The samplers of a step's rows, one sequence after another; none of them penalizes.
 
-    of         (sampler, rows) of each sequence
-    is_argmax  whether all rows take their largest logit
-    prepared   place for a backend's form of the samplers, which may serve several steps
+    of_sequences  (sampler, number of rows) of each sequence
+    is_argmax     whether all rows take their largest logit
+    prepared      place for a backend's form of the samplers, which may serve several steps
     """
 
-    def __init__(self, of: Sequence[tuple[Sampler, int]]):
-        self.of = of
+    def __init__(self, of_sequences: Sequence[tuple[Sampler, int]]):
+        self.of_sequences = of_sequences
         self.prepared: Any = None
-        self.is_argmax = all([sampler.is_argmax for sampler, _ in of])
+        self.is_argmax = all([sampler.is_argmax for sampler, _ in of_sequences])
 
     @property
     def of_rows(self) -> list[Sampler]:
         """Return the sampler of each row."""
-        return [sampler for sampler, rows in self.of for _ in range(rows)]
+        return [sampler for sampler, rows in self.of_sequences for _ in range(rows)]
 
     def pick(self, rows: np.ndarray) -> np.ndarray:
         """Choose the next token of each of rows (T, vocab) float32: (T,) int32, NOT_A_TOKEN for a row with NaN."""

@@ -82,14 +82,14 @@ class Sequence:
     cached   tokens of the prompt that were not read, because a slot or the prefix cache held their state
     matched  first tokens of the prompt that are also the first of an earlier text; no state was kept for some of them
     end      tokens of the prompt that steps of the prompt read; the decoder's first step reads the rest
-    new      tokens of the reply so far
+    new_tokens  tokens of the reply so far
     opened   tokens of the step that generated the first token; 0 until a later step is requested
     pending  the piece that has not been put, because its text may be part of a stop string or of a character
     reason   why the reply has ended, as in Piece.finish_reason
     granted  tokens for which memory was free at the last check
     waited   steps of decoding since the last step that had room for the sequence's rows
     skips    number of later calls that began before this one
-    parts    remaining parts of the prompt's step that is being computed; None: the next step begins
+    unfinished_parts  remaining parts of the prompt's step that is being computed; None: the next step begins
     """
 
     def __init__(self, target: Target, call: Call):
@@ -115,13 +115,13 @@ class Sequence:
         self.request: Rows | Draft | Stretch | None = None
         self.tuner: TunerShare | None = None
         self.run: DecoderRun | None = None
-        self.parts: Generator[None, None, Array] | None = None
-        self.cached = self.matched = self.new = self.opened = 0
-        self.started = self.first = self.last = 0.0
+        self.unfinished_parts: Generator[None, None, Array] | None = None
+        self.cached = self.matched = self.new_tokens = self.opened = 0
+        self.started = self.first_token_at = self.last_token_at = 0.0
         self.reading = self._reading()
         reply = min(call.options.max_tokens or RESERVED, RESERVED)
         self.granted = min(len(self.prompt) + reply, target.context)
-        self.kept: dict[int, str] = {}  # cuts after which the state is offered to a store, and why
+        self.offered: dict[int, str] = {}  # cuts after which the state is offered to a store, and why
         self.turns: set[int] = set()  # cuts after which its slot takes a snapshot
         self.experts: ExpertStats | None = None  # before it began
         self.pending = Piece()
@@ -145,7 +145,7 @@ class Sequence:
     @property
     def is_divided(self) -> bool:
         """Test whether some parts of the prompt's next step have been computed."""
-        return self.parts is not None
+        return self.unfinished_parts is not None
 
     def reads_twice(self, divides: bool) -> bool:
         """Test whether, after it has begun, more than one step of its prompt, or some parts of a step, are left.
@@ -168,7 +168,7 @@ class Sequence:
 
     def begin(self, slot: Slot, cached: int, prefixes: Prefixes | None) -> bool:
         """Take a slot whose state holds `cached` tokens of the prompt; return whether some are left to read."""
-        self.started = self.first = self.last = time.perf_counter()
+        self.started = self.first_token_at = self.last_token_at = time.perf_counter()
         stream = getattr(self.target.model, "expert_stream", None)  # a model run by mlx-lm has none
         self.experts = None if stream is None else stream.begin_request()
         self.slot = slot
@@ -177,7 +177,7 @@ class Sequence:
             if found.length:
                 cached, slot.marks = found.length, []
             self.matched = found.matched
-            self.kept = {found.branch: "branch", **self.reading.kept()}
+            self.offered = {found.branch: "branch", **self.reading.kept()}
         self.cached, self.matched = cached, max(self.matched, cached)
         self.end = len(self.prompt) - (self._unread_after(cached) or self._joins_last(cached))
         self.turns = {at for at, why in self.reading.marks.items() if why == "turn"}
@@ -237,12 +237,12 @@ class Sequence:
         model, state = self.target.model, self.slot.state
         if not divides:
             return step, model.forward(state, step, rows)
-        parts, self.parts = self.parts or model.forward_in_parts(state, step, rows), None
+        parts, self.unfinished_parts = self.unfinished_parts or model.forward_in_parts(state, step, rows), None
         try:
             next(parts)
         except StopIteration as done:
             return step, done.value
-        self.parts = parts
+        self.unfinished_parts = parts
         return None
 
     def _prompt_step(self) -> tuple[Step, slice]:
@@ -262,8 +262,8 @@ class Sequence:
         at = state.length
         if at in self.turns:
             self.slot.mark(at, self.turns, logits if at == len(self.prompt) else None)
-        if prefixes is not None and at in self.kept:
-            prefixes.offer(self.prompt[:at], state, self.kept[at])
+        if prefixes is not None and at in self.offered:
+            prefixes.offer(self.prompt[:at], state, self.offered[at])
         if self.options.on_prefill:
             self.options.on_prefill(at - self.cached, end - self.cached)
         return at < end
@@ -280,7 +280,7 @@ class Sequence:
             target.decoding, state, logits, self.sampler, self.prompt, self.speculation, unread=unread
         )
         self.run.tuner = tuner
-        self.first = self.last = time.perf_counter()
+        self.first_token_at = self.last_token_at = time.perf_counter()
         self.decoder = decode(self.run)
 
     @property
@@ -310,7 +310,7 @@ class Sequence:
             if not self.take(token, stretch.row):
                 return False
             if stretch.goes_on(answer):
-                self.opened = self.opened or self.new
+                self.opened = self.opened or self.new_tokens
                 return True
             answer = None
         while True:
@@ -323,22 +323,22 @@ class Sequence:
                     return False
                 answer = None
             elif type(request) is Read:
-                answer = read(ops, request.of)
+                answer = read(ops, request.arrays)
             elif type(request) is Choose:
                 answer = ops.sample(array_of(request.logits), request.sampler)
             else:
                 assert type(request) is Draft or isinstance(request, ASKS_ROWS)
                 self.request = request
-                self.opened = self.opened or self.new
+                self.opened = self.opened or self.new_tokens
                 return True
 
     def take(self, token: int, row: Array) -> bool:
         """Add a token of the reply, with the logits (1, vocab) of its row; return whether the reply continues."""
         assert self.slot
-        self.last = time.perf_counter()
-        if not self.new:
-            self.first = self.last
-        self.new += 1
+        self.last_token_at = time.perf_counter()
+        if not self.new_tokens:
+            self.first_token_at = self.last_token_at
+        self.new_tokens += 1
         self.slot.tokens.append(token)
         if self.call.cancel.is_set():
             self.reason = "cancelled"
@@ -357,7 +357,7 @@ class Sequence:
         if self.text.stopped_by is not None:
             self.reason = "stop"
             return False
-        if self.new == self.options.max_tokens:
+        if self.new_tokens == self.options.max_tokens:
             return False
         if pending.text:
             self.call.put(pending)
@@ -382,9 +382,9 @@ class Sequence:
             prompt_tokens=len(self.prompt),
             cached_tokens=self.cached,
             matched_tokens=self.matched,
-            new_tokens=self.new,
-            prefill_seconds=self.first - self.started,
-            decode_seconds=self.last - self.first,
+            new_tokens=self.new_tokens,
+            prefill_seconds=self.first_token_at - self.started,
+            decode_seconds=self.last_token_at - self.first_token_at,
             step_bytes=model.step_bytes,
             state_bytes=self.slot.state.nbytes if self.slot else 0,
             peak_bytes=model.ops.peak_bytes(),
@@ -392,6 +392,6 @@ class Sequence:
             wedlm=None if run is None or not self.speculation.fills else run.wedlm,
             plain_seconds=None if self.tuner is None else self.tuner.plain_seconds,
             experts=None if stream is None else stream.stats(self.experts),
-            first_tokens=self.opened or self.new,
+            first_tokens=self.opened or self.new_tokens,
         )
         self.call.put(self.pending)

@@ -38,15 +38,15 @@ class Slots:
         self.slots.clear()
         self.pool = None  # the next call allocates another pool, or ends with the error
 
-    def reset(self, taken: Collection[Slot | None]) -> None:
+    def reset(self, busy: Collection[Slot | None]) -> None:
         """Empty idle slots."""
         for slot in self.slots:
-            if slot not in taken:
+            if slot not in busy:
                 slot.reset()
 
-    def forget_one(self, taken: Collection[Slot | None]) -> bool:
+    def forget_one(self, busy: Collection[Slot | None]) -> bool:
         """Empty the least recently used idle slot; return whether one held anything."""
-        held = [slot for slot in self.slots if slot not in taken and slot.tokens]
+        held = [slot for slot in self.slots if slot not in busy and slot.tokens]
         if held:
             oldest = min(held, key=lambda slot: slot.used)
             if self.grows:  # an emptied state keeps its memory
@@ -55,13 +55,13 @@ class Slots:
                 oldest.reset()
         return bool(held)
 
-    def has_room(self, needs: Sequence[tuple[Slot, int]], taken: Collection[Slot | None]) -> bool:
+    def has_room(self, needs: Sequence[tuple[Slot, int]], busy: Collection[Slot | None]) -> bool:
         """Test whether memory is free for each slot to hold its number of tokens; drops idle slots if necessary.
 
         True if states do not allocate memory themselves: a step then raises NoRoomError.
         """
         (slot, tokens), *others = needs
-        idle = sorted((each for each in self.slots if each not in taken), key=lambda each: each.used)
+        idle = sorted((each for each in self.slots if each not in busy), key=lambda each: each.used)
         return not self.grows or self._fits(tokens, slot, others, idle)
 
     def take(

@@ -64,12 +64,12 @@ class Stretches:
             try:
                 if isinstance(token, Exception):
                     raise token
-                if stretch.read is not None:
-                    stretch.read.append(token)
+                if stretch.read_ids is not None:
+                    stretch.read_ids.append(token)
                 row = None if sequence.options.logprobs is None else self._row(at)
-                new, begins = new + 1, begins or not sequence.new
+                new, begins = new + 1, begins or not sequence.new_tokens
                 if sequence.take(token, row):
-                    sequence.opened = sequence.opened or sequence.new
+                    sequence.opened = sequence.opened or sequence.new_tokens
                     kept.append(at)
                 else:
                     ended.append((sequence, None))
@@ -117,7 +117,7 @@ class Stretches:
         for at, stretch in enumerate(self.stretches):
             if self._found is not None:
                 stretch.row, stretch.token = self._row(at), Handle(self._found, slice(at, at + 1))
-            stretch.left -= self._taken
+            stretch.remaining -= self._taken
         self._taken, self.left, self._found, self._logits, self._tokens = 0, 0, None, None, None
         live = zip(self.sequences, self.stretches, strict=True)
         return [each for each, stretch in live if each.request is stretch and not _steps_left(stretch)]
@@ -126,7 +126,7 @@ class Stretches:
 def _steps_left(stretch: Stretch) -> int:
     """Count the steps until a stretch ends; at least 1 of a stretch that has just been requested."""
     run = stretch.run
-    return min(stretch.left, run.state.capacity - run.state.length) if run.runs_ahead else 0
+    return min(stretch.remaining, run.state.capacity - run.state.length) if run.runs_ahead else 0
 
 
 def _token(ops: Any, handle: Any) -> int | Exception:

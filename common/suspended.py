@@ -34,7 +34,7 @@ class Suspended:
             return victim, error
         try:
             assert victim.slot
-            victim.parts = None  # an unfinished prefill step runs again from its beginning
+            victim.unfinished_parts = None  # an unfinished prefill step runs again from its beginning
             victim.slot.suspend()
         except Exception as raised:
             return victim, raised

@@ -51,7 +51,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Names:
-    """Choice of a weight's name and fix by the checkpoint's dialect.
+    """Makes entries of a table of weights: chooses a tensor's name and fix by the checkpoint's dialect.
 
     dialect  "hf" (as trained), "mlx" (as converted by mlx-lm) or "gguf"
     prefix   prefix of the names of this layer's tensors in that dialect
@@ -69,7 +69,7 @@ class Names:
         fix: Mapping[str, Fix] | None = None,
         shard: Shard | None = None,
     ) -> Stored:
-        """Return the weight called `hf` (by mlx-lm too) or `gguf`, with `fix` of this dialect if any."""
+        """Return the tensor called `hf` (by mlx-lm too) or `gguf`, with the fix for this dialect if there is one."""
         name = gguf if self.dialect == "gguf" else hf
         return Stored((self.prefix + name,), shape, (fix or {}).get(self.dialect), shard=shard)
 

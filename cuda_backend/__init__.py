@@ -116,8 +116,8 @@ def random_ops(experts: HotExperts | None = None, trace: Trace | None = None, st
     return RandomOps(experts, trace, start)
 
 
-def open_ops(checkpoint: Checkpoint, wide: bool = False, experts: HotExperts | None = None) -> "CudaOps":
-    """Open the current GPU. Matrices keep the types stored in `checkpoint`; activations are float32, `wide` or not.
+def open_ops(checkpoint: Checkpoint, exceeds_float16: bool = False, experts: HotExperts | None = None) -> "CudaOps":
+    """Open the current GPU. Matrices keep the types stored in `checkpoint`; activations are always float32.
 
     experts  budget of hot experts in its memory; None: all experts are there
     """

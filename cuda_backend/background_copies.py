@@ -26,13 +26,13 @@ class BackgroundCopies:
         self._forget_finished()
         return sum(out.nbytes for _, out in self.waiting)
 
-    def most(self, free: int) -> int:
+    def limit(self, free: int) -> int:
         """Limit the bytes that may wait: MANY, or a quarter of those that wait and of `free` bytes of the device."""
         return max(MANY, (free + self.waiting_bytes) // 4)
 
     def make_room(self, nbytes: int, free: int) -> None:
-        """Block until there is room for a copy of `nbytes` in the queue; `free` as in `most`."""
-        most = self.most(free)
+        """Block until there is room for a copy of `nbytes` in the queue; `free` as in `limit`."""
+        most = self.limit(free)
         while self.waiting and nbytes + self.waiting_bytes > most:
             self._finish_first()
 

@@ -31,7 +31,7 @@ class Context:
     """The GPU that one model runs on; a branch of a step has its own context, with the two streams exchanged.
 
     stream   stream that ops launch on
-    side     second stream, for a branch that runs beside the first
+    side_stream  second stream, for a branch that runs beside the first
     forked   event at the beginning of a branch; joined: event at its end
     to_host  copies of chosen tokens, which the host reads while a later step runs
     ropes   frequencies on the device, by rope
@@ -43,7 +43,7 @@ class Context:
 
     card: Card
     stream: Stream
-    side: Stream
+    side_stream: Stream
     arena: Arena
     replay: Replay
     forked: cupy.cuda.Event
@@ -57,7 +57,7 @@ class Context:
 
     def branch(self) -> "Context":
         """Return this context with the streams exchanged."""
-        return replace(self, stream=self.side, side=self.stream)
+        return replace(self, stream=self.side_stream, side_stream=self.stream)
 
     def on_device(self, numbers: Any) -> Array:
         """Copy int32 numbers to the device, for an op that is called outside `Replay.run`."""

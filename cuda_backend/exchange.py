@@ -234,12 +234,12 @@ class Sum:
         self.is_launched = True
 
 
-def _emit_sum(lazy: Lazy, to: Target) -> None:
-    if not to.dense:
-        emit_copy(lazy, to)
+def _emit_sum(lazy: Lazy, target: Target) -> None:
+    if not target.dense:
+        emit_copy(lazy, target)
         return
     (x,) = lazy.inputs
-    lazy.parameters.launch(x, to.dense)
+    lazy.parameters.launch(x, target.dense)
 
 
 SUM = Op("sum over GPUs", _emit_sum)

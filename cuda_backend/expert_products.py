@@ -23,70 +23,81 @@ from cuda_backend.weights import Segment, Weight
 class Groups:
     """Rows grouped by the matrix that multiplies them, on the device: kernels/experts.cu `groups` and `order`.
 
-    ids      matrix of each pair, int32; most: largest number of groups of `cols` rows
-    chosen   matrices per row of a step, by which k is divided; 0: k is not divided
+    ids         matrix of each pair, int32
+    pairs       number of pairs of a row and a matrix
+    max_groups  largest number of groups of `cols` rows
+    chosen      matrices per row of a step, by which k is divided; 0: k is not divided
     """
 
     ids: int
     groups: int
     order: int
     pairs: int
-    most: int
+    max_groups: int
     cols: int
     chosen: int
     owner: Any = None
 
 
-def joins(stack: Weight, one: Weight) -> bool:
-    """Test whether `one` can follow the last matrix of `stack`: `grouped_linear` reads it where it lies."""
-    kinds = [[(s.type, s.rows, s.columns) for s in w.segments] for w in (stack, one)]
+def joins(stack: Weight, matrix: Weight) -> bool:
+    """Test whether one launch of `grouped_linear` can read `matrix` as one more matrix of `stack`."""
+    kinds = [[(s.type, s.rows, s.columns) for s in w.segments] for w in (stack, matrix)]
     return kinds[0] == kinds[1] and is_packed(stack)
 
 
 def grouped_linear(
-    context: Context, x: Lazy, w: Weight, g: Groups, share: int, last: Weight | None = None, known: bool = True
+    context: Context,
+    x: Lazy,
+    w: Weight,
+    g: Groups,
+    pairs_per_row: int,
+    shared_expert: Weight | None = None,
+    groups_ready: bool = True,
 ) -> Array:
-    """Multiply row p // share of x by matrix ids[p] of w, or of `last` after them, for each pair p: (pairs, rows)
+    """Multiply row p // pairs_per_row of x by matrix g.ids[p] of w, for each pair p: (pairs, rows).
 
-    known  g was complete before the previous kernel began: this one reads it without waiting
+    shared_expert  one more matrix, whose number follows those of w
+    groups_ready   whether g was complete before the previous kernel began: this kernel need not wait for it
     """
     card, N, parts = context.card, w.rows, packed_segments(w)
     partials, size = _cuts(w, g.chosen, card) if g.chosen else 1, g.pairs * N
     out = Array((g.pairs, N), context.arena.take(partials * size * 4), partials=partials, partial_stride=size)
     at = out.address
-    for s, behind in zip(w.segments, last.segments if last else w.segments, strict=True):
+    for s, behind in zip(w.segments, shared_expert.segments if shared_expert else w.segments, strict=True):
         if s in parts:
             how = packing(s.type, 1)
             packed, squares = packed_for_product(x, how) if x.T <= MAX_DECODE_ROWS else (x.as_packed(how), 0)
             ctas, _, shared = expert_ring(card, s.type, g.cols)
             cut = s.rows, s.row_blocks, s.k_blocks, partials, inverse(s.row_blocks), inverse(partials)
-            rows = share, known, packed_size(s.columns, 1, how), *row_norm(squares, s, x)
+            rows = pairs_per_row, groups_ready, packed_size(s.columns, 1, how), *row_norm(squares, s, x)
             kernel("experts", "experts", expert_defines(card, s.type, g.cols), shared)(
-                (min(ctas * card.sms, g.most * s.row_blocks * partials),),
+                (min(ctas * card.sms, g.max_groups * s.row_blocks * partials),),
                 (288,),
                 (s.matrices(behind.memory.address), packed, at, *cut, size, N, g.groups, g.order, *rows),
                 shared_mem=shared,
                 stream=context.stream,
             )
         else:
-            dense_product(context, s, x.as_dense(), at, g.pairs, N, pairs=(g.ids, share))
+            dense_product(context, s, x.as_dense(), at, g.pairs, N, pairs=(g.ids, pairs_per_row))
         at += 4 * s.rows
     return out
 
 
-def chosen_linear(context: Context, x: Lazy | Array, w: Weight, last: Weight | None, choice: np.ndarray) -> Array:
-    """Return one row times each matrix that it chooses, and times `last` if there is one: (matrices, rows)
+def chosen_linear(
+    context: Context, x: Lazy | Array, w: Weight, shared_expert: Weight | None, choice: np.ndarray
+) -> Array:
+    """Multiply one row by each matrix that it chooses, and by `shared_expert` if there is one: (matrices, rows).
 
     x       the row, or gates and ups (matrices, 2 columns), whose SwiGLU gives a row for each matrix
     choice  struct Choice of kernels/choose.cuh
     """
-    n, N = int(choice["k"]) + (last is not None), w.rows
+    n, N = int(choice["k"]) + (shared_expert is not None), w.rows
     partials = _cuts(w, n, context.card)
     out = Array((n, N), context.arena.take(partials * n * N * 4), partials=partials, partial_stride=n * N)
     at = out.address
-    for s, behind in zip(w.segments, (last or w).segments, strict=True):
+    for s, behind in zip(w.segments, (shared_expert or w).segments, strict=True):
         if isinstance(x, Array):
-            row, norm = Row(array=x, made=SWIGLU), NONE
+            row, norm = Row(array=x, combined=SWIGLU), NONE
         else:
             packed, squares = packed_for_product(x, packing(s.type, 1))
             row, norm = Row(packed=packed), row_norm(squares, s, x)
@@ -95,13 +106,15 @@ def chosen_linear(context: Context, x: Lazy | Array, w: Weight, last: Weight | N
     return out
 
 
-def heads_of_one(context: Context, x: Lazy | Array, w: Weight, to: Target) -> None:
-    """Multiply heads of one row, (H, columns) or packed heads, by their matrices: floats, or a packed row"""
+def heads_of_one(context: Context, x: Lazy | Array, w: Weight, target: Target) -> None:
+    """Multiply heads of one row, (H, columns) or packed heads, by their matrices: floats, or a packed row."""
     (s,) = w.segments
     how = packing(s.type, 1)
     apart = packed_size(s.columns, 1, how)
-    row = Row(array=x, made=SUM, apart=apart) if isinstance(x, Array) else Row(packed=x.as_packed(how), apart=apart)
-    out = out_of(to, s.experts * s.rows)
+    row = (
+        Row(array=x, combined=SUM, stride=apart) if isinstance(x, Array) else Row(packed=x.as_packed(how), stride=apart)
+    )
+    out = out_of(target, s.experts * s.rows)
     _single(context, (s, s), None, row, out, Products(s.experts, s.rows, 1), NONE)
 
 
@@ -109,12 +122,16 @@ SUM, SWIGLU = 1, 2  # kernels/single.cu MADE
 
 
 class Row(NamedTuple):
-    """Rows that kernels/single.cu multiplies: packed at an address, `apart` bytes apart, or `made` from an array."""
+    """Rows that kernels/single.cu multiplies: packed at an address, or made from an array.
+
+    combined  SUM or SWIGLU: how a row is made from `array`
+    stride    bytes from one packed row to the next
+    """
 
     packed: int = 0
     array: Array | None = None
-    made: int = 0
-    apart: int = 0
+    combined: int = 0
+    stride: int = 0
 
 
 class Products(NamedTuple):
@@ -131,16 +148,16 @@ def _single(
     choice: np.ndarray | None,
     x: Row,
     out: np.ndarray,
-    of: Products,
+    products: Products,
     norm: RowNorm,
 ) -> None:
     """Launch kernels/single.cu: multiply one row by the matrices of the first stack in `choice`, and by the second."""
-    card, (s, behind), (matrices, row_stride, parts) = context.card, stacks, of
+    card, (s, behind), (matrices, row_stride, parts) = context.card, stacks, products
     shared = ring(card, s.type, 1)[2]
     per = 1 if choice is None else -(-int(choice["E"]) // 32)
-    chosen = f"CHOICE={int(choice is not None)}", f"MADE={x.made}", f"PACK={int(bool(out['packed']))}"
+    chosen = f"CHOICE={int(choice is not None)}", f"MADE={x.combined}", f"PACK={int(bool(out['packed']))}"
     stack = s.matrices(behind.memory.address), np.zeros((), CHOICE) if choice is None else choice
-    row = x.packed, x.apart, view(x.array) if x.array else NOTHING
+    row = x.packed, x.stride, view(x.array) if x.array else NOTHING
     cut = s.rows, s.columns, s.k_blocks, parts, inverse(parts), matrices * row_stride, row_stride
     kernel("single", "single", (*single_defines(card, s.type), f"PER={per}", *chosen), shared)(
         (parts, s.row_blocks, matrices),
@@ -152,7 +169,7 @@ def _single(
 
 
 def _cuts(w: Weight, matrices: int, card: Card) -> int:
-    """Return the parts of k in steps whose rows each take `matrices`: equal for all segments and numbers of rows."""
+    """Return into how many parts k is divided if a row takes `matrices`: the same for any number of rows."""
     packed = packed_segments(w)
     parts = {parts_of(card, expert_ring(card, s.type, 8)[0], matrices, s.row_blocks, s.k_blocks) for s in packed}
     return parts.pop() if len(parts) == 1 and len(packed) == len(w.segments) else 1

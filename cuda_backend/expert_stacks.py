@@ -109,12 +109,12 @@ class Staging:
     def nbytes(self) -> int:
         return sum(memory.nbytes for memory in self.memory)
 
-    def begin(self, layer: int, which: int, slots: np.ndarray) -> int:
+    def begin(self, layer: int, place: int, slots: np.ndarray) -> int:
         """Copy the experts that are not in `slots` once the place is free; return the bytes copied."""
-        self.copies.wait(self.free[which])
-        at, copied, tables = self.memory[which].address, 0, []
-        offset = sum(stack.slot_bytes for stack in self.stacks[layer][:which])
-        stack = self.stacks[layer][which]
+        self.copies.wait(self.free[place])
+        at, copied, tables = self.memory[place].address, 0, []
+        offset = sum(stack.slot_bytes for stack in self.stacks[layer][:place])
+        stack = self.stacks[layer][place]
         for s, own in zip(stack.weight.segments, stack.offsets, strict=True):
             places = np.where(slots > 0, slots + np.uint64(offset + own), np.uint64(0))
             for first, end in _runs(slots == 0):
@@ -124,23 +124,23 @@ class Staging:
                 places[first:end] = at + np.arange(first, end, dtype=np.uint64) * np.uint64(s.expert_bytes)
             tables.append(places)
             at += s.memory.nbytes
-        self.copies.record(self.ready[which])
-        self.held[which], self.tables[which] = layer, tables
+        self.copies.record(self.ready[place])
+        self.held[place], self.tables[place] = layer, tables
         return copied
 
-    def use(self, layer: int, which: int) -> Weight:
+    def use(self, layer: int, place: int) -> Weight:
         """Return the stack whose copies have been started, for launches on the stream from now on."""
-        self.stream.wait(self.ready[which])
-        staged = self.stacks[layer][which].staged
-        for s, places in zip(staged.segments, self.tables[which], strict=True):
+        self.stream.wait(self.ready[place])
+        staged = self.stacks[layer][place].staged
+        for s, places in zip(staged.segments, self.tables[place], strict=True):
             assert s.places
             copy_in(s.places.address, places, self.stream)
         return staged
 
-    def release(self, which: int) -> None:
+    def release(self, place: int) -> None:
         """Allow the place to be overwritten after the work launched so far."""
-        self.held[which] = None
-        self.stream.record(self.free[which])
+        self.held[place] = None
+        self.stream.record(self.free[place])
 
 
 def _runs(chosen: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -149,10 +149,10 @@ def _runs(chosen: np.ndarray) -> Iterator[tuple[int, int]]:
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
-def copy(to: int, source: int, nbytes: int, stream: Stream) -> None:
+def copy(target: int, source: int, nbytes: int, stream: Stream) -> None:
     """Copy from the host to the device in the order of `stream`. Raises BimetalError."""
     runtime = cupy.cuda.runtime
     try:
-        runtime.memcpyAsync(to, source, nbytes, runtime.memcpyHostToDevice, stream.ptr)
+        runtime.memcpyAsync(target, source, nbytes, runtime.memcpyHostToDevice, stream.ptr)
     except runtime.CUDARuntimeError as error:
         raise BimetalError(f"copying {nbytes} bytes of experts to the GPU failed: {error}") from None

@@ -45,17 +45,17 @@ SWAP_GAIN = 8  # uses that an expert must have more than the one whose slot it t
 class Logged(NamedTuple):
     """The experts that a step's rows chose.
 
-    done      recorded after the copy of the log
-    ids       by layer, `taken` for each row, in pinned memory that is filled once `done` has happened: int32
-    rows      of the step, the first of T
-    taken     by layer, ids that a row logs; the last may be a shared expert's number
-    resident  (layers, experts) at the step
+    done         recorded after the copy of the log
+    ids          by layer, `ids_per_row` for each row, in pinned memory that is filled once `done` has happened: int32
+    rows         rows of the step without padding
+    ids_per_row  by layer, ids that a row logs; the last may be a shared expert's number
+    resident     (layers, experts) at the step
     """
 
     done: cupy.cuda.Event
     ids: np.ndarray
     rows: int
-    taken: np.ndarray
+    ids_per_row: np.ndarray
     resident: np.ndarray
 
 
@@ -116,8 +116,12 @@ class ExpertStore:
         self.memory = {size: Memory(size * slots_of[size]) for size in sorted(set(sizes)) if size}
         self.tables = Tables(self.stream)
         self.row_ids = self.budget.used + 1  # most ids per row: a shared expert's number is the last
-        self.taken = np.full(len(self.layers), self.budget.used)  # ids that a row of a layer logs in steps of few rows
-        self.prompt_taken = np.zeros_like(self.taken)  # in a step of a prompt; 0: it ran the layer for few rows alone
+        self.ids_per_row = np.full(
+            len(self.layers), self.budget.used
+        )  # ids that a row of a layer logs in steps of few rows
+        self.prompt_ids_per_row = np.zeros_like(
+            self.ids_per_row
+        )  # in a step of a prompt; 0: it ran the layer for few rows alone
         most = len(self.layers) * MAX_DECODE_ROWS * self.row_ids
         self.log = Memory(4 * most)
         self.pinned = itertools.cycle([HostMemory(4 * most, "a log") for _ in range(LOGS)])
@@ -136,10 +140,10 @@ class ExpertStore:
 
     # -- what ops ask during a step ------------------------------------------------------------------------------------
 
-    def log_of(self, layer: int, T: int, taken: int) -> int:
-        """Return the address to which a step of T rows writes the ids of a layer: (T, taken) int32."""
-        i, self.left = self.layers.index(layer), True
-        self.taken[i] = taken
+    def log_of(self, layer: int, T: int, ids_per_row: int) -> int:
+        """Return the address to which a step of T rows writes the ids of a layer: (T, ids_per_row) int32."""
+        i, self.writes_log = self.layers.index(layer), True
+        self.ids_per_row[i] = ids_per_row
         return self.log.address + 4 * i * T * self.row_ids
 
     @contextmanager
@@ -161,23 +165,23 @@ class ExpertStore:
         if following is not None:
             self._bring(following, which)
 
-    def _bring(self, layer: int, which: int) -> None:
+    def _bring(self, layer: int, place: int) -> None:
         slots = self.residency.tables[layer]
         size = self._slot_bytes(layer)
         places = np.uint64(self.memory[size].address) + slots.clip(0).astype(np.uint64) * np.uint64(size)
-        copied = self.staging.begin(layer, which, np.where(slots >= 0, places, np.uint64(0)))
+        copied = self.staging.begin(layer, place, np.where(slots >= 0, places, np.uint64(0)))
         self.residency.counters.bytes_read += copied
 
-    def log_prompt(self, layer: int, ids: int, T: int, taken: int) -> None:
-        """Copy a layer's ids (T, taken) int32 of a prefill step to the host, in the order of the stream."""
-        nbytes, L, i = 4 * T * taken, len(self.layers), self.layers.index(layer)
+    def log_prompt(self, layer: int, ids: int, T: int, ids_per_row: int) -> None:
+        """Copy a layer's ids (T, ids_per_row) int32 of a prefill step to the host, in the order of the stream."""
+        nbytes, L, i = 4 * T * ids_per_row, len(self.layers), self.layers.index(layer)
         if self.prompt is None or self.prompt.nbytes < nbytes * L:
             self._count_all()
             self.prompt = HostMemory(nbytes * L, "a log")
         runtime, at = cupy.cuda.runtime, self.prompt.address + nbytes * i
         runtime.memcpyAsync(at, ids, nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
-        self.prompt_taken[i] = taken
-        self.prompt_ids = self.prompt.numbers()[: L * T * taken].reshape(L, -1)
+        self.prompt_ids_per_row[i] = ids_per_row
+        self.prompt_ids = self.prompt.numbers()[: L * T * ids_per_row].reshape(L, -1)
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
@@ -188,17 +192,17 @@ class ExpertStore:
         if T > MAX_DECODE_ROWS:
             self._count_all()  # the log of the preceding prefill step is in the same memory
         self._advance()
-        self.left, self.prompt_ids = False, None
-        self.prompt_taken[:] = 0
+        self.writes_log, self.prompt_ids = False, None
+        self.prompt_ids_per_row[:] = 0
         self.staging.held = [None, None]  # the tables have changed since a step that failed
         out = run()
-        if self.left:
+        if self.writes_log:
             self.logs.add(fn)
         if self.prompt_ids is not None or (T <= MAX_DECODE_ROWS and fn in self.logs):
             self.residency.next_step(rows)
             ids, done = self._ids(T), cupy.cuda.Event(disable_timing=True)
             self.stream.record(done)
-            taken = self.taken if self.prompt_ids is None else self.prompt_taken
+            taken = self.ids_per_row if self.prompt_ids is None else self.prompt_ids_per_row
             self.logged.append(Logged(done, ids, rows, taken.copy(), self.resident.copy()))
         return out
 
@@ -232,10 +236,10 @@ class ExpertStore:
 
     def _count(self, step: Logged) -> None:
         L, E, counters = len(self.layers), self.experts, self.residency.counters
-        at = np.arange(step.rows)[:, None] * step.taken[:, None, None] + np.arange(self.budget.used)
+        at = np.arange(step.rows)[:, None] * step.ids_per_row[:, None, None] + np.arange(self.budget.used)
         ids = np.take_along_axis(step.ids, at.reshape(L, -1), 1)
         flat = ids.clip(0, E - 1) + E * np.arange(L)[:, None]
-        uses = np.bincount(flat.ravel(), minlength=L * E).reshape(L, E) * (step.taken > 0)[:, None]
+        uses = np.bincount(flat.ravel(), minlength=L * E).reshape(L, E) * (step.ids_per_row > 0)[:, None]
         missed = (uses > 0) & ~step.resident
         counters.hits += int(np.count_nonzero(uses) - np.count_nonzero(missed))
         counters.misses += int(np.count_nonzero(missed))
@@ -310,10 +314,10 @@ class ExpertStore:
     def _entry(self, segment: Any, expert: int, address: int) -> tuple[int, int]:
         return segment.places.address + 8 * expert, address
 
-    def stats(self, before: ExpertStats | None = None) -> ExpertStats:
-        """Return the counters of experts, or their growth since `before`."""
+    def stats(self, earlier: ExpertStats | None = None) -> ExpertStats:
+        """Return the counters of experts, or their growth since `earlier`."""
         self._count_all()
-        return self.residency.counters.stats(before)
+        return self.residency.counters.stats(earlier)
 
     def link_rate(self) -> float:
         """Measure the bytes per second of the link to the host: the limit of copies, and of experts that are missed."""

@@ -121,14 +121,16 @@ def expanded_attention(
 
 
 class Queries(NamedTuple):
-    """Float16 queries: their address, the channel `at` which roped ones begin, and the channels of a row.
+    """Float16 queries at an address.
 
-    rotated  whether the channels before `at` are rotated like latents
+    rope_start  first roped channel
+    width       channels of a row
+    rotated     whether the channels before `rope_start` are rotated like latents
     """
 
     address: int
-    at: int
-    wide: int
+    rope_start: int
+    width: int
     rotated: bool = False
 
 

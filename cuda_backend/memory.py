@@ -126,17 +126,17 @@ class Arena:
         """Allocate from the first chunk with enough space, so that a repeated step gets the same addresses."""
         return self._take(nbytes, 2 if lasting else self.half)
 
-    def take_for_layer(self, nbytes: int, most: int) -> int:
-        """Allocate memory until `turn` in one chunk for all steps, which may need up to `most` bytes."""
-        return self._take(nbytes, 3, most)
+    def take_for_layer(self, nbytes: int, max_bytes: int) -> int:
+        """Allocate memory until `turn` in one chunk for all steps, which may need up to `max_bytes` bytes."""
+        return self._take(nbytes, 3, max_bytes)
 
-    def _take(self, nbytes: int, part: int, most: int = 0) -> int:
+    def _take(self, nbytes: int, part: int, max_bytes: int = 0) -> int:
         chunks, used = self.parts[part], self.used[part]
         at = next((i for i, chunk in enumerate(chunks) if used[i] + nbytes <= chunk.nbytes), len(chunks))
         if at == len(chunks):
             if self.frozen:
                 raise RuntimeError("a captured step took more memory than the same step run before it")
-            chunks.append(Memory(max(nbytes, most, self.CHUNK)))
+            chunks.append(Memory(max(nbytes, max_bytes, self.CHUNK)))
             used.append(0)
         address = chunks[at].address + used[at]
         used[at] += -(-nbytes // ALIGN) * ALIGN

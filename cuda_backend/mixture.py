@@ -38,7 +38,7 @@ class Router(NamedTuple):
     gate: Array | None = None
 
     @property
-    def taken(self) -> int:
+    def ids_per_row(self) -> int:
         """Count the matrices that a row is multiplied by."""
         return self.top_k + self.shared
 
@@ -101,10 +101,10 @@ def _chosen(
     if context.routing and experts.gate_up.layer is not None:  # the router runs for its time; its choice is not used
         logits = context.routing.logits_of(experts.gate_up.layer, x.shape[0])
     router = router._replace(gate=rows.linear(context, x, shared_gate) if shared_gate else None)
-    log = _log(context, experts.gate_up, x.shape[0], router.taken)
+    log = _log(context, experts.gate_up, x.shape[0], router.ids_per_row)
     at_once = x.shape[0] == 1 and router.top_k <= 31 and matrix.rows <= 512
     if at_once and is_packed(experts.gate_up) and is_packed(experts.down):
-        weights = Array((1, router.taken), context.arena.take(4 * router.taken))
+        weights = Array((1, router.ids_per_row), context.arena.take(4 * router.ids_per_row))
         return _experts_of_one(context, x, experts, _choice(context, logits, router, weights, log), weights)
     ids, weights = _route(context, logits, router, log)
     return _experts(context, x, experts, ids.owner, weights)
@@ -126,18 +126,18 @@ def _experts(context: Context, x: Array, experts: Experts, groups: Groups, weigh
     if T > MAX_DECODE_ROWS and context.experts and gate_up.layer is not None:
         context.experts.log_prompt(gate_up.layer, groups.ids, T, k)
     with _for_rows(context, gate_up, T) as w:
-        y = grouped_linear(context, rows.as_lazy(context, x), w, groups, k, shared_gate_up, known=False)
+        y = grouped_linear(context, rows.as_lazy(context, x), w, groups, k, shared_gate_up, groups_ready=False)
     x = rows.swiglu(context, y[:, :F], y[:, F:])
     with _for_rows(context, down, T) as w:
         y = grouped_linear(context, rows.as_lazy(context, x), w, groups, 1, shared_down)
     return Array((T, down.rows), lazy=_sum_of_experts(context, y, weights))
 
 
-def _log(context: Context, experts: Weight, T: int, taken: int) -> int:
+def _log(context: Context, experts: Weight, T: int, ids_per_row: int) -> int:
     """Return the address to which a step of T rows writes the experts that it chooses; 0: they are not logged."""
     if context.experts is None or experts.layer is None:
         return 0
-    return context.experts.log_of(experts.layer, T, taken)
+    return context.experts.log_of(experts.layer, T, ids_per_row)
 
 
 def _for_rows(context: Context, experts: Weight, T: int) -> AbstractContextManager[Weight]:
@@ -151,7 +151,7 @@ def _beside(
     context: Context, x: Array, first: Callable[[Context, Array], Array], second: Callable[[Array], Array]
 ) -> tuple[Array, Array]:
     """Compute first(branch, x) and second(x), the first as a branch of the graph."""
-    main, side, branch = context.stream, context.side, context.branch()
+    main, side, branch = context.stream, context.side_stream, context.branch()
     lazy = lazy_of(x)
     if lazy:
         dense_for_product(lazy)  # both read these forms; each computes any other form itself
@@ -172,9 +172,9 @@ def _sum_of_experts(context: Context, y: Array, weights: Array) -> Lazy:
     return Lazy(context, EXPERTS, weights.shape[0], y.shape[1], (y, weights))
 
 
-def _emit_experts(lazy: Lazy, to: Target) -> None:
-    if not to.dense:
-        rows.emit_copy(lazy, to)
+def _emit_experts(lazy: Lazy, target: Target) -> None:
+    if not target.dense:
+        rows.emit_copy(lazy, target)
         return
     y, weights, *other = lazy.inputs
     args = (
@@ -184,7 +184,7 @@ def _emit_experts(lazy: Lazy, to: Target) -> None:
         lazy.K,
         view(other[0]) if other else NOTHING,
         len(other),
-        to.dense,
+        target.dense,
     )
     kernel("moe", "combine")((-(-lazy.K // 256), lazy.T), (256,), args, stream=lazy.context.stream)
 
@@ -195,12 +195,12 @@ EXPERTS = Op("experts", _emit_experts)
 
 
 def _route(context: Context, logits: Array, router: Router, log: int = 0) -> tuple[Array, Array]:
-    """Compute ids, at the address `log` if there is one, and weights (T, taken); a shared expert, number E, is last."""
+    """Compute ids, at address `log` if given, and weights (T, ids_per_row); a shared expert, number E, is last."""
     T, E = logits.shape
     if E > 512:
         raise BimetalError(f"a router chooses among {E} experts; the CUDA kernels take at most 512")
     arena, stream = context.arena, context.stream
-    k, matrices = router.taken, E + router.shared
+    k, matrices = router.ids_per_row, E + router.shared
     pairs, cols = T * k, 8 if T <= MAX_DECODE_ROWS else PREFILL_COLS
     most = min(pairs, matrices) + pairs // cols
     ids = log or arena.take(pairs * 4)
@@ -250,12 +250,12 @@ def _heads_of_one_row(context: Context, x: Array, w: Weight) -> Array | None:
     return Array((1, H, w.rows), lazy=Lazy(context, HEAD_PRODUCTS, 1, H * w.rows, (heads,), w))
 
 
-def _emit_head_products(lazy: Lazy, to: Target) -> None:
+def _emit_head_products(lazy: Lazy, target: Target) -> None:
     (x,), w = lazy.inputs, lazy.parameters
-    if to.product or (to.packed and (to.packing.cols > 1 or w.rows % 128 or lazy.K % 256)):
-        rows.emit_copy(lazy, to)
+    if target.product or (target.packed and (target.packing.cols > 1 or w.rows % 128 or lazy.K % 256)):
+        rows.emit_copy(lazy, target)
     else:
-        heads_of_one(lazy.context, (lazy_of(x) if len(x.shape) == 3 else None) or x, w, to)
+        heads_of_one(lazy.context, (lazy_of(x) if len(x.shape) == 3 else None) or x, w, target)
 
 
 HEAD_PRODUCTS = Op("head products", _emit_head_products)

@@ -143,7 +143,7 @@ class MultiGpuState(State):
         for gpu, share in self.shares.items():
             with gpu.device:
                 copies = share.pool.copies
-                waiting, most = waiting + copies.waiting_bytes, most + copies.most(room()[0])
+                waiting, most = waiting + copies.waiting_bytes, most + copies.limit(room()[0])
         return waiting, most
 
     def when_saved(self, arrays: Sequence[np.ndarray] | None = None) -> Callable[[], object]:

@@ -303,7 +303,7 @@ class CudaOps(Ops):
 
     @property
     def launches(self) -> int:
-        return self.context.stream.launches + self.context.side.launches
+        return self.context.stream.launches + self.context.side_stream.launches
 
     @property
     def built(self) -> int:

@@ -34,7 +34,7 @@ class Rule(NamedTuple):
     inputs  q, k, v, a and b as kernels read them; with `taps` the first input is q, k and v joined, not yet convolved
     decay   addresses of decay and dt_bias
     step    address of the StepState, for at most `runs` sequences
-    wide    columns of a CTA of kernels/delta.cu
+    columns  columns of the state that a CTA of kernels/delta.cu computes
     one_row_each  whether each of several sequences has one row
     """
 
@@ -45,7 +45,7 @@ class Rule(NamedTuple):
     T: int
     runs: int = 1
     taps: Taps | None = None
-    wide: int = 64
+    columns: int = 64
     one_row_each: bool = False
 
 
@@ -145,9 +145,9 @@ class Mixer(NamedTuple):
     norm: GatedNorm
 
 
-def _emit_mixer(lazy: Lazy, to: Target) -> None:
+def _emit_mixer(lazy: Lazy, target: Target) -> None:
     mixer: Mixer = lazy.parameters
-    _delta(lazy.context, mixer.rule, out_of(to, lazy.K), mixer.norm)
+    _delta(lazy.context, mixer.rule, out_of(target, lazy.K), mixer.norm)
 
 
 MIXER = Op("delta mixer", _emit_mixer)
@@ -159,9 +159,9 @@ def _float4_rows(context: Context, x: Array) -> Array:
 
 def apply_paths(context: Context, recurrent: Recurrent, slots: Sequence[int]) -> None:
     """Apply the committed paths of `slots` in every layer, by a step without rows."""
-    inputs, n = context.replay.small, len(slots)
+    inputs, n = context.replay.decode_inputs, len(slots)
     runs = Runs(Run(slot, i, 0) for i, slot in enumerate(slots))
-    kept = recurrent.pairs[slots[0]].at
+    kept = recurrent.pairs[slots[0]].path_store
     inputs.upload(Step.chain(np.empty(0, np.int32), 0), recurrent.inputs(runs, [0] * n)._replace(kept=kept))
     for layer in recurrent.layers():
         if isinstance(layer, Conv):

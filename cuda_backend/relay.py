@@ -86,7 +86,7 @@ class MultiGpuStep:
 
 @dataclass(frozen=True)
 class PeerCopy:
-    """Copy bytes from `address` on one GPU to address `to` on another, in the order of the target's stream.
+    """Copy bytes from `address` on one GPU to address `target_address` on another, in the order of the target's stream.
 
     The source waits for the copy, so that it does not overwrite data that are not copied yet.
     """
@@ -94,7 +94,7 @@ class PeerCopy:
     source: Gpu
     address: int
     target: Gpu
-    to: int
+    target_address: int
     nbytes: int
 
     def play(self) -> None:
@@ -104,7 +104,9 @@ class PeerCopy:
             source.context.stream.record(source.event)
         with target.device:
             stream.wait(source.event)
-            runtime.memcpyPeerAsync(self.to, target.index, self.address, source.index, self.nbytes, stream.ptr)
+            runtime.memcpyPeerAsync(
+                self.target_address, target.index, self.address, source.index, self.nbytes, stream.ptr
+            )
             stream.record(target.event)
         with source.device:
             source.context.stream.wait(target.event)
@@ -134,7 +136,7 @@ class Relay:
         self.gpus = gpus
         self.lent: list[tuple[Gpu, Gpu]] = []  # GPUs whose sampled tokens others copy in the current step
         self.running: tuple[Any, Step, Runs] | None = None
-        self.here: Gpu | None = None
+        self.current_gpu: Gpu | None = None
         self.steps: dict[Gpu, DeviceStep] = {}
         self.segments: list[Segment] | None = None
         self.graph: Graph | None = None
@@ -152,7 +154,7 @@ class Relay:
         finally:
             for gpu in self.steps:
                 gpu.context.replay.active = None
-            self.steps, self.here, self.running = {}, None, None
+            self.steps, self.current_gpu, self.running = {}, None, None
             for source, target in self.lent:  # their memory will be reused by later launches
                 with source.device:
                     source.context.stream.wait(target.event)
@@ -162,7 +164,7 @@ class Relay:
     def on(self, gpu: Gpu) -> Iterator[CudaOps]:
         """Make the GPU current for launches, and return its ops."""
         with gpu.device:
-            if self.running and self.here is not gpu:
+            if self.running and self.current_gpu is not gpu:
                 self._reach(gpu)
             yield gpu.ops
 
@@ -182,7 +184,7 @@ class Relay:
         else:
             with self.on(gpu):  # copied before the graph starts: the graphs that computed x have ended
                 self.segments.append(copy)
-        return Array(array.shape, copy.to, dtype=array.dtype)
+        return Array(array.shape, copy.target_address, dtype=array.dtype)
 
     def _call(self, fn: Callable[[Any, Any], Any], state: Any, T: int) -> Any:
         for gpu in self.gpus:
@@ -210,15 +212,15 @@ class Relay:
         self._arrive(gpu)
         if self.segments is not None:
             self.graph = gpu.context.replay.graph()
-        self.here = gpu
+        self.current_gpu = gpu
 
     def _leave(self) -> None:
-        if self.segments is not None and self.here and self.graph:
-            with self.here.device:
+        if self.segments is not None and self.current_gpu and self.graph:
+            with self.current_gpu.device:
                 self.graph.end()
-            self.segments.append(GpuGraph(self.here, self.graph))
+            self.segments.append(GpuGraph(self.current_gpu, self.graph))
             self.graph = None
-        self.here = None
+        self.current_gpu = None
 
     def _arrive(self, gpu: Gpu) -> None:
         """Upload the step to `gpu`, once."""

@@ -198,8 +198,8 @@ class Inputs:
         if step.tokens is not self.sampled:
             self.sampled = None
             if not on_host:  # sampled at random, or by an earlier step than the last
-                given = step.tokens.address
-                runtime.memcpyAsync(self.tokens, given, 4 * T, runtime.memcpyDeviceToDevice, self.stream.ptr)
+                size, source = 4 * T, step.tokens.address
+                runtime.memcpyAsync(self.tokens, source, size, runtime.memcpyDeviceToDevice, self.stream.ptr)
 
     def place_hidden(self, hidden: Array | None) -> Array | None:
         """Copy a step's hidden states (T, n) float32 to an address that is the same for all steps with n columns."""
@@ -234,11 +234,11 @@ class Inputs:
 class Replay:
     """Run step functions on one GPU, eagerly or by replaying a captured program: segments.run_step."""
 
-    def __init__(self, arena: Arena, stream: Stream, side: Stream, overlap: bool, captures_long: bool):
-        self.arena, self.stream, self.side, self.captures_long = arena, stream, side, captures_long
-        self.small = Inputs(MAX_DECODE_ROWS, stream)
-        self.long: Inputs | None = None  # of steps that may be captured
-        self.large: Inputs | None = None
+    def __init__(self, arena: Arena, stream: Stream, side_stream: Stream, overlap: bool, captures_long: bool):
+        self.arena, self.stream, self.side_stream, self.captures_long = arena, stream, side_stream, captures_long
+        self.decode_inputs = Inputs(MAX_DECODE_ROWS, stream)
+        self.long_inputs: Inputs | None = None  # of steps that may be captured
+        self.larger_inputs: Inputs | None = None
         self.overlap = overlap
         self.active: DeviceStep | None = None  # the step whose ops are being launched
 
@@ -299,17 +299,17 @@ class Replay:
         """Return memory for a step: the memory that graphs read, or separate memory for a call outside of `run`."""
         T = len(step)
         if T <= MAX_DECODE_ROWS:
-            return Inputs(MAX_DECODE_ROWS, self.stream) if own else self.small
+            return Inputs(MAX_DECODE_ROWS, self.stream) if own else self.decode_inputs
         if not step.is_chain:
             raise BimetalError(f"a tree or block has {T} rows; the CUDA kernels take at most {MAX_DECODE_ROWS}")
         if own:
             return Inputs(T, self.stream)
         if T <= LONG_ROWS:
-            self.long = self.long or Inputs(LONG_ROWS, self.stream)
-            return self.long
-        if self.large is None or self.large.rows < T:
-            self.large = Inputs(-(-T // 512) * 512, self.stream)
-        return self.large
+            self.long_inputs = self.long_inputs or Inputs(LONG_ROWS, self.stream)
+            return self.long_inputs
+        if self.larger_inputs is None or self.larger_inputs.rows < T:
+            self.larger_inputs = Inputs(-(-T // 512) * 512, self.stream)
+        return self.larger_inputs
 
     def _call(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: DeviceStep) -> Any:
         self.arena.reset()
@@ -321,7 +321,7 @@ class Replay:
 
     def graph(self, overlap: bool = True) -> Graph:
         """Begin a graph that captures the following launches; with `overlap` kernels may overlap if the GPU can."""
-        return Graph((self.stream, self.side), self.overlap and overlap)
+        return Graph((self.stream, self.side_stream), self.overlap and overlap)
 
     def _captured(
         self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: DeviceStep, overlap: bool = True

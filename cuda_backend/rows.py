@@ -149,9 +149,9 @@ def pointwise(context: Context, code: int, x: Array, y: Array) -> Lazy:
     return Lazy(context, POINTWISE[code], x.shape[0], math.prod(x.shape[1:]), (x, y), code)
 
 
-def _emit_pointwise(lazy: Lazy, to: Target) -> None:
+def _emit_pointwise(lazy: Lazy, target: Target) -> None:
     (x, y), code, stream = lazy.inputs, lazy.parameters, lazy.context.stream
-    out = out_of(to, lazy.K)
+    out = out_of(target, lazy.K)
     name = LIGHT.get(code)
     if name and lazy.T <= MAX_DECODE_ROWS and float4_aligned(x, flat=True) and float4_aligned(y, flat=code == SWIGLU):
         defines = (f"PARTIALS={x.partials}", f"OTHERS={y.partials}", *packed_only(out))
@@ -195,16 +195,16 @@ def _terms(lazy: Lazy) -> tuple[np.ndarray, np.ndarray, int]:
     return view(first), view(second), added.forms.dense
 
 
-def _emit_norm(lazy: Lazy, to: Target) -> None:
+def _emit_norm(lazy: Lazy, target: Target) -> None:
     norm: Norm = lazy.parameters
     first, second, total = _terms(lazy)
-    args = (first, second, total != 0, norm.address, norm.eps, total, out_of(to, lazy.K))
+    args = (first, second, total != 0, norm.address, norm.eps, total, out_of(target, lazy.K))
     kernel("rows", "add_norm")((lazy.T,), (256,), args, stream=lazy.context.stream)
 
 
-def _emit_deferred_norm(lazy: Lazy, to: Target, squares: int) -> None:
+def _emit_deferred_norm(lazy: Lazy, target: Target, squares: int) -> None:
     (x,), norm, context = lazy.inputs, lazy.parameters, lazy.context
-    out = out_of(to, lazy.K)
+    out = out_of(target, lazy.K)
     grid = (-(-int(out["groups"]) // 8), lazy.T)
     added = fused("norm", x)
     term = fused("norm of a sum", added.inputs[1]) if added else None
@@ -273,13 +273,13 @@ def _heads(context: Context, x: Array, parameters: Heads) -> Array:
     return Array((T, H, D), lazy=Lazy(context, HEADS, T, H * D, (x,), parameters))
 
 
-def _emit_heads(lazy: Lazy, to: Target) -> None:
+def _emit_heads(lazy: Lazy, target: Target) -> None:
     (x,), heads, stream = lazy.inputs, lazy.parameters, lazy.context.stream
     T, H, D = x.shape
-    if (to.packed and to.packing.joins(D)) or (to.product and D % 32):
-        emit_copy(lazy, to)
+    if (target.packed and target.packing.joins(D)) or (target.product and D % 32):
+        emit_copy(lazy, target)
         return
-    out = out_of(to, lazy.K)
+    out = out_of(target, lazy.K)
     light = heads.gate and heads.norm and D == 128 and heads.weight and T <= MAX_DECODE_ROWS
     if light and float4_aligned(x, heads.gate, flat=False):
         short = (view(x), H, T, heads.address, heads.eps, view(heads.gate), out)
@@ -290,11 +290,11 @@ def _emit_heads(lazy: Lazy, to: Target) -> None:
     kernel("rows", "heads")((-(-T * H // 8),), (256,), args, shared_mem=32 * padded(D), stream=stream)
 
 
-def emit_copy(lazy: Lazy, to: Target) -> None:
+def emit_copy(lazy: Lazy, target: Target) -> None:
     """Write a form of an op from its float32 rows, for an op whose own kernel does not write this form."""
     flat = Array((lazy.T, lazy.K), lazy.as_dense())
     copy = copied(lazy.context, flat)
-    copy.op.emit(copy, to)
+    copy.op.emit(copy, target)
 
 
 HEADS = Op("heads", _emit_heads)

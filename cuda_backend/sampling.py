@@ -37,7 +37,7 @@ def sample(context: Context, logits: Array, sampler: Sampler | Samplers) -> Arra
             _draw(context, logits, best, sampler, tokens.address)
         tokens.arrival = context.to_host.copy(tokens.address, T)
         return tokens
-    next_step = context.replay.small.place_for(tokens) if T <= MAX_DECODE_ROWS else tokens.address
+    next_step = context.replay.decode_inputs.place_for(tokens) if T <= MAX_DECODE_ROWS else tokens.address
     tokens.arrival = arrival = context.to_host.expect(T)
     kernel("sample", "final")((T,), (32,), (*best, tokens.address, next_step, arrival.address), stream=stream)
     arrival.launched()
@@ -139,7 +139,7 @@ def _draw_each(context: Context, logits: Array, best: tuple[int, int], samplers:
     _, draws, cut = samplers.prepared
     if len(draws) < T:
         kernel("sample", "final")((T,), (32,), (*best, tokens, tokens, tokens), stream=stream)
-    drawn = [sampler.numbers(rows) for sampler, rows in samplers.of if not sampler.is_argmax]
+    drawn = [sampler.numbers(rows) for sampler, rows in samplers.of_sequences if not sampler.is_argmax]
     draws["number"] = np.concatenate(drawn)
     records = upload(draws, stream)
     head = logits.address, V, *best
@@ -153,7 +153,7 @@ def _draw_each(context: Context, logits: Array, best: tuple[int, int], samplers:
 def _draws(samplers: Samplers, V: int) -> tuple[np.ndarray, bool]:
     """Return the records of all rows that are drawn, without their numbers; and whether top-k or top-p excludes any."""
     draws, cut, at = list[tuple[Any, ...]](), False, 0
-    for sampler, rows in samplers.of:
+    for sampler, rows in samplers.of_sequences:
         if not sampler.is_argmax:
             s = sampler.sampling
             cut = cut or s.top_k > 0 or s.top_p < 1

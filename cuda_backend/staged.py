@@ -22,11 +22,11 @@ class StagedCopies:
 
     def __init__(self, stream: cupy.cuda.Stream):
         self.stream = stream
-        self.made: tuple[ThreadPoolExecutor, Iterator[Buffer]] | None = None
+        self.started: tuple[ThreadPoolExecutor, Iterator[Buffer]] | None = None
 
     def copy(self, address: int, array: np.ndarray) -> None:
         """Copy a contiguous array to device `address`; returns when the caller may overwrite the array."""
-        threads, buffers = self.made = self.made or self._make()
+        threads, buffers = self.started = self.started or self._make()
         data, filling = array.reshape(-1).view(np.uint8), deque[tuple[Future[None], Buffer, int]]()
         try:
             for at in range(0, data.nbytes, CHUNK):

@@ -252,7 +252,7 @@ class CudaState(State):
 
     @property
     def saving(self) -> tuple[int, int | None]:
-        return self.pool.copies.waiting_bytes, self.pool.copies.most(room()[0])
+        return self.pool.copies.waiting_bytes, self.pool.copies.limit(room()[0])
 
     def when_saved(self, arrays: Sequence[np.ndarray] | None = None) -> Callable[[], object]:
         return self.pool.copies.completion(arrays)

@@ -196,7 +196,7 @@ class TensorParallelOps(SeveralGpus):
     def sample(self, logits: PerRank, sampler: Sampler | Samplers) -> Any:
         drawn: Sampler | Samplers
         if isinstance(sampler, Samplers):
-            drawn = Samplers([(Drawn(each, rows), rows) for each, rows in sampler.of])
+            drawn = Samplers([(Drawn(each, rows), rows) for each, rows in sampler.of_sequences])
         elif self.chooses(sampler):
             drawn = Drawn(sampler, len(logits))
         else:

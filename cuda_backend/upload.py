@@ -110,9 +110,9 @@ class Uploader:
         else:
             launch()
 
-    def finish(self, most: int = 0) -> None:
-        """Send all buffers but the last `most`, which may still be filled, after waiting for their reads."""
-        while len(self.filling) > most:
+    def finish(self, unsent: int = 0) -> None:
+        """Send all buffers but the last `unsent`, which may still be filled, after waiting for their reads."""
+        while len(self.filling) > unsent:
             reads, follows = self.filling.popleft()
             try:
                 for done in reads:

@@ -11,10 +11,12 @@ NOTHING = np.zeros((), IN)
 COPY, ADD, SWIGLU, MUL_SIGMOID, MUL_SOFTPLUS = range(5)  # kernels/rows.cu pointwise
 
 
-def out_of(to: Target, K: int) -> np.ndarray:
+def out_of(target: Target, K: int) -> np.ndarray:
     """Make the struct Out of store.cuh: where a kernel writes rows of K columns."""
-    groups, packing = groups_of(K) if to.packed else -(-K // 32), to.packing
-    return np.array((to.dense, to.packed, to.product, K, packing.cols, groups, packing.fine, packing.whole), OUT)
+    groups, packing = groups_of(K) if target.packed else -(-K // 32), target.packing
+    return np.array(
+        (target.dense, target.packed, target.product, K, packing.cols, groups, packing.fine, packing.whole), OUT
+    )
 
 
 def packed_only(out: np.ndarray) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
 from common.fit import predict_layers, predict_run, predict_weights
 from common.hot_experts import HotExperts
-from common.models import Model, OpenExperts, architecture, is_defined, is_wide, load_model, rank_config
+from common.models import Model, OpenExperts, architecture, exceeds_float16, is_defined, load_model, rank_config
 from common.ops import Ops
 from generate.machines import own_launch, rank
 from generate.prefixes import digest, sources
@@ -28,7 +28,7 @@ class Found:
 
     name: str
     usable: bool
-    what: str
+    description: str
     is_gpu: bool = False
 
 
@@ -149,7 +149,7 @@ def usable() -> list[Found]:
 
 
 def choose(name: str | None, checkpoint: Checkpoint | None = None) -> Found:
-    """Return the backend called `name`, or by itself as CHOICE says; without a checkpoint, for a model that fits."""
+    """Return the backend `name`; None: as CHOICE describes, by whether `checkpoint`, if given, fits into memory."""
     if name is not None and name not in FINDERS:
         raise UsageError(f"backend {name!r} is unknown; supported: {', '.join(NAMES)}")
     if name is None:
@@ -160,7 +160,7 @@ def choose(name: str | None, checkpoint: Checkpoint | None = None) -> Found:
         return here["numpy" if checkpoint is None or _fits_numpy(checkpoint) else "mlx"]
     found = FINDERS[name]()
     if not found.usable:
-        raise BimetalError(f"backend {name} cannot run here: {found.what}")
+        raise BimetalError(f"backend {name} cannot run here: {found.description}")
     return found
 
 
@@ -203,7 +203,7 @@ def open_backend(
         needs = partial(_needs, checkpoint, placement)
         facts = _facts(checkpoint, placement, chosen)
         return backend_package(chosen).open_shared(
-            checkpoint, is_wide(checkpoint), needs, facts, placement.tensor_parallel is not None
+            checkpoint, exceeds_float16(checkpoint), needs, facts, placement.tensor_parallel is not None
         )
     if placement.memory is not None and chosen == "cuda":
         backend_package(chosen).limit_memory(placement.memory, placement.devices)
@@ -226,8 +226,8 @@ def open_backend(
 
         return NumpyOps()
     if hot is not None:
-        return backend_package(chosen).open_ops(checkpoint, is_wide(checkpoint), hot)
-    return backend_package(chosen).open_ops(checkpoint, is_wide(checkpoint))
+        return backend_package(chosen).open_ops(checkpoint, exceeds_float16(checkpoint), hot)
+    return backend_package(chosen).open_ops(checkpoint, exceeds_float16(checkpoint))
 
 
 def _facts(checkpoint: Checkpoint, placement: Placement, backend: str) -> dict[str, object]:

@@ -173,7 +173,7 @@ async def _prompts(options: ServeBench) -> tuple[list[str], list[int]]:
 async def _fitted(options: ServeBench, text: str) -> tuple[str, int]:
     """Cut or lengthen a text to the tokens of a prompt; return it and its tokens.
 
-    They are others than requested where a tokenizer does not read its own texts as it wrote them.
+    Their number may differ from the requested one if the tokenizer does not encode its own texts to the same tokens.
     """
     words, requested = text.split(), options.prompt_tokens
     ids = await _tokenize(options, text)
@@ -196,7 +196,7 @@ async def _tokenize(options: ServeBench, text: str) -> list[int]:
 
 
 async def _entry(options: ServeBench, path: str, body: dict[str, Any], *keys: str) -> Any:
-    """Return the first of the entries `keys` that a route answers with; raises NoTokenizerError if none is there."""
+    """Return the first of the entries `keys` in the answer of a route; raises NoTokenizerError if it has none."""
 
     async def ask() -> tuple[str, bytes]:
         async with _asking(options, path, body) as reader:
@@ -333,7 +333,7 @@ async def _head(reader: asyncio.StreamReader) -> tuple[str, bool]:
 
 
 def _reason(body: bytes) -> str:
-    """Return the server's own words in the body of a refusal, after a colon; "" where it has none."""
+    """Return ": " and the server's message in the body of a refusal; "" if there is none."""
     try:
         error = json.loads(body)["error"]
         return f": {error['message'] if isinstance(error, dict) else error}"

@@ -122,8 +122,8 @@ def _ways(options: SpecBench, is_wedlm: bool) -> dict[str, Speculation]:
     return ways
 
 
-def read_prompts(file: str, most: int) -> list[str]:
-    """Return the prompts of a JSON Lines file, {"prompt": text} each; the first `most`."""
+def read_prompts(file: str, max_prompts: int) -> list[str]:
+    """Return the prompts of a JSON Lines file, {"prompt": text} each; the first `max_prompts`."""
     try:
         lines = Path(file).read_text(encoding="utf-8").split("\n")  # a text may have other line ends in it
     except (OSError, UnicodeDecodeError) as error:
@@ -140,7 +140,7 @@ def read_prompts(file: str, most: int) -> list[str]:
         prompts.append(prompt)
     if not prompts:
         raise UsageError(f"{file} has no prompts")
-    return prompts[:most]
+    return prompts[:max_prompts]
 
 
 def generation_options(speculation: Speculation, new_tokens: int, **sampling: Any) -> GenerationOptions:

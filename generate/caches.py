@@ -29,7 +29,7 @@ def named(choice: CacheChoice) -> str:
 
 
 def cached_spec(spec: Sequence[LayerSpec], choice: CacheChoice, ops: Ops) -> list[LayerSpec]:
-    """Return a model's specs with its caches as chosen; raises UsageError for what the backend has not."""
+    """Return a model's specs with its caches as chosen; raises UsageError for formats that the backend lacks."""
     chosen = packed(spec, options_of(choice))
     check_pairs(chosen, ops.name, ops.cache_pairs)
     return chosen

@@ -8,6 +8,6 @@ def run() -> int:
     for find in FINDERS.values():
         found = find()
         mark = "chosen" if found.name == chosen else "usable" if found.usable else "no"
-        print(f"{found.name:6} {mark:7} {found.what}")
+        print(f"{found.name:6} {mark:7} {found.description}")
     print(f"{CHOICE.format(tokens=CACHED)}; --backend picks another")
     return 0

@@ -250,7 +250,7 @@ def _best(candidates: list[Candidate], needs: dict[tuple[str, int], Need], limit
 
 
 def _longest(candidate: Candidate, limit: int) -> int:
-    """Return the most tokens with which the candidate fits, at most as many as it was trained for."""
+    """Return the longest context, up to the trained one, with which the candidate fits."""
     return most_tokens(lambda tokens: candidate.need(tokens, limit).total <= limit, candidate.trained)
 
 

@@ -107,7 +107,7 @@ class Parser(argparse.ArgumentParser):
         return found, rest
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Write help, where argparse says nothing of a disk that is full: OSError."""
+        """Write help; raises OSError if the disk is full, which argparse ignores."""
         stream = file or sys.stderr
         stream.write(message)
         stream.flush()

@@ -29,10 +29,12 @@ def follow(args: argparse.Namespace) -> int:
     return 0
 
 
-def join(model: Model, states: Sequence[State], own: Sequence[int], parts: Sequence[Step]) -> tuple[Model, Any, Step]:
+def join(
+    model: Model, states: Sequence[State], layer_counts: Sequence[int], parts: Sequence[Step]
+) -> tuple[Model, Any, Step]:
     """Return the model, the state and the step that run `parts` of several sequences as one step.
 
-    own  of each sequence, the number of its own layers, as in JoinedState
+    layer_counts  as in JoinedState
     """
     step = JoinedStep.of(parts, np.concatenate([part.tokens for part in parts]))
-    return joined(model), JoinedState(states, own), step
+    return joined(model), JoinedState(states, layer_counts), step

@@ -167,7 +167,7 @@ class LLM:
     def _open_prefixes(self, model: Model, checkpoint: Checkpoint, options: LoadOptions) -> PrefixCache | None:
         checkpoints = [checkpoint, *([] if self.draft_path is None else [open_checkpoint(self.draft_path)])]
         placed = options.devices, options.split, options.draft_device, options.tensor_parallel
-        facts = [choose(self.backend).what, *placed, options.attention_window, options.max_kv_size]
+        facts = [choose(self.backend).description, *placed, options.attention_window, options.max_kv_size]
         return open_prefixes(model, checkpoints, options, facts)
 
     def __repr__(self) -> str:

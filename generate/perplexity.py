@@ -88,7 +88,7 @@ def _load(path: Path, args: argparse.Namespace) -> tuple[Model, Tokenizer]:
 
 
 def _exact_tokens(model: Model) -> int:
-    """Count the tokens of a sequence up to which a compressed cache reads none from codes."""
+    """Return the length up to which a compressed cache still holds all tokens of a sequence exactly."""
     return min((s.packing.exact for s in all_specs(model.state_spec) if grows(s) and s.is_packed), default=0)
 
 

@@ -73,7 +73,7 @@ def _mixture(name: str) -> Mixture:
 
 
 def _hits(args: argparse.Namespace, mixture: Mixture) -> tuple[Callable[[float], float], str]:
-    """Return a function of the held share of experts to hits, and the source of the hits in words."""
+    """Return a function from the share of experts in memory to the hit rate, and the source of the rates in words."""
     if args.trace is not None:
         trace = read_trace(Path(args.trace)).over(mixture.layers, mixture.experts, mixture.used)
         return cache(

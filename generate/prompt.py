@@ -66,7 +66,7 @@ def decoded(read: Callable[[], str], what: str) -> str:
     """Return the text of stdin that `read` returns, named `what` in errors.
 
     Raises BimetalError if bytes of it, which come as half surrogate pairs, are not UTF-8, and UndecodableError where
-    an encoding without place for such bytes, as UTF-16, refuses them.
+    an encoding that cannot hold such bytes, such as UTF-16, refuses them.
     """
     try:
         text = read()

@@ -219,7 +219,7 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def _error(suite: Suite, code: int, log: str) -> str:
-    """Reason in words for which pytest gave no verdict on the tests; "" if it gave one. Codes: pytest.ExitCode."""
+    """Return why pytest gave no verdict on the tests, by its pytest.ExitCode; "" if it gave one."""
     during = f" during {suite.under_way}" if suite.under_way else ""
     last = " | ".join(line.strip() for line in log.strip().splitlines()[-3:])
     if code < 0:
@@ -255,7 +255,7 @@ def _file_name(found: Found, started: datetime.datetime) -> str:
 
 
 def _chip(found: Found) -> str:
-    return found.what.partition(",")[0] if found.name == "cuda" else processor()
+    return found.description.partition(",")[0] if found.name == "cuda" else processor()
 
 
 def _os() -> str:
@@ -271,7 +271,7 @@ def _about(found: Found, started: datetime.datetime) -> dict[str, str]:
         "OS": _os(),
         "chip": here["machine"],
         "memory": f"{memory / 2**30:.1f} GiB",
-        "backend": f"{found.name}: {found.what}",
+        "backend": f"{found.name}: {found.description}",
         "versions": ", ".join([f"Python {platform.python_version()}", *filter(None, map(_version, VERSIONS))]),
         "commit": f"{here['commit']}{', with changes' if here['dirty'] == 'yes' else ''}",
     }
@@ -291,7 +291,7 @@ def _report(state: str, about: dict[str, str], suites: list[Suite], bench: Bench
     for suite in suites:
         counts = " | ".join(str(suite.count(outcome)) for outcome in ("passed", "failed", "skipped"))
         lines.append(f"| {suite.title} | {counts} | {f'{suite.seconds:.0f}' if suite.seconds else 'not run'} |")
-    if found.name == "mlx" and found.what.startswith("CPU"):
+    if found.name == "mlx" and found.description.startswith("CPU"):
         lines += ["", "MLX has no GPU here: the kernels that were not skipped ran in the emulator."]
     for suite in suites:
         lines += _details(suite)

@@ -139,7 +139,7 @@ def _print(costs: Sequence[Cost], base: float) -> None:
 
 
 def plot(costs: Sequence[Cost], title: str) -> str:
-    """SVG text: a bar for the divergence of each kind, from 0, with its standard error."""
+    """Draw as SVG text a bar for the divergence of each kind, from 0, with its standard error."""
     most = max([cost.agreement.kl.value + _error(cost) for cost in costs] + [1e-12])
     height = 60 + ROW * len(costs)
     parts = [

@@ -36,7 +36,7 @@ class HotBudget:
     run: int
 
     def __str__(self) -> str:
-        slots, whole = self.experts - self.sizes.staging, self.sizes.whole - self.sizes.staging
+        slots, whole = self.experts - self.sizes.staging, self.sizes.max_budget - self.sizes.staging
         return (
             f"hot experts: {slots / 1e9:.2f} of {whole / 1e9:.2f} GB in VRAM ({slots / whole:.0%}), all of them in "
             f"pinned host memory; prefill {self.sizes.staging / 1e9:.2f} GB, other weights {self.fixed / 1e9:.2f} GB, "
@@ -68,14 +68,16 @@ def hot_budget(
     fixed = predict_weights(checkpoint, layout, ops) - sum(map(sum, stacks))
     run = sum(predict_run(ops, config, layout, spec, tokens or min(CONTEXT, config.context), ops.prefill_rows))
     free = int((1 - SPARE) * (ops.free_bytes()[0] if memory is None else memory))
-    if asked is None and free - fixed - run < sizes.least:
+    if asked is None and free - fixed - run < sizes.min_budget:
         raise BimetalError(
-            f"{free / 1e9:.2f} GB of VRAM leave {max(0, free - fixed - run) / 1e9:.2f} GB for experts, and the least "
-            f"is {sizes.least / 1e9:.2f} GB: one layer's {sizes.experts} experts of each size, and as much for prefill"
+            f"{free / 1e9:.2f} GB of VRAM leave {max(0, free - fixed - run) / 1e9:.2f} GB for experts, and the "
+            f"least is {sizes.min_budget / 1e9:.2f} GB: one layer's {sizes.experts} experts of each size, and as much "
+            "for prefill"
         )
-    if asked is None and free - fixed - run >= sizes.whole:
+    if asked is None and free - fixed - run >= sizes.max_budget:
         raise BimetalError(
-            f"all experts, {sizes.whole / 1e9:.2f} GB, fit beside everything else, so spark has no effect; leave it out"
+            f"all experts, {sizes.max_budget / 1e9:.2f} GB, fit beside everything else, so spark has no effect; "
+            "leave it out"
         )
     experts = asked or free - fixed - run
     check_hot(experts, sizes)

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from mlx_backend.following import GroupOps
 
 
-def open_ops(checkpoint: Checkpoint, wide: bool = False) -> MlxOps:
-    """Open MlxOps on MLX's default device: float32 on the CPU, on a GPU the type of most bytes of `checkpoint`.
+def open_ops(checkpoint: Checkpoint, exceeds_float16: bool = False) -> MlxOps:
+    """Open MlxOps on MLX's default device, in float32 on the CPU, on a GPU in the type of most bytes of `checkpoint`.
 
-    wide  True if the model's activations exceed 65504: bfloat16 then replaces float16
+    exceeds_float16  whether the model's activations exceed 65504: bfloat16 then replaces float16
     """
     if mx.default_device().type == mx.DeviceType.cpu:
         return MlxOps(mx.float32)  # MLX multiplies float16 groups 40 times slower there
-    return MlxOps(stored_dtype(checkpoint.tensors.values(), wide))
+    return MlxOps(stored_dtype(checkpoint.tensors.values(), exceeds_float16))
 
 
 def open_shared(
     checkpoint: Checkpoint,
-    wide: bool,
+    exceeds_float16: bool,
     needs: Callable[[MlxOps], tuple[list[int], int, int]],
     facts: Mapping[str, object],
     tensor: bool = False,
@@ -43,7 +43,7 @@ def open_shared(
     from mlx_backend.pipeline import PipelineOps
     from mlx_backend.tensor_parallel import TensorOps
 
-    dtype, group = open_ops(checkpoint, wide).dtype, Group()
+    dtype, group = open_ops(checkpoint, exceeds_float16).dtype, Group()
     group.agree({**facts, "the float type": dtype, "the version of MLX": version("mlx")})
     ops: PipelineOps | TensorOps = TensorOps(dtype, group) if tensor else PipelineOps(dtype, group)
     sizes, hidden, memory = needs(ops)

@@ -1,4 +1,4 @@
-"""Attention that skips blocks of keys, as defined in common.block_sparse, by gathering the chosen blocks."""
+"""Attention that skips blocks of keys (common/block_sparse.py), by gathering the chosen blocks."""
 
 import mlx.core as mx
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 
 def fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Compile an elementwise expression into one kernel on a GPU; MLX's CPU device would need a C++ compiler."""
+    """Compile an elementwise expression into one kernel; on the CPU return it, since MLX would need a C++ compiler."""
     return mx.compile(fn, shapeless=True) if mx.default_device().type == mx.DeviceType.gpu else fn
 
 

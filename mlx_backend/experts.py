@@ -30,7 +30,10 @@ class SlotWeight(NamedTuple):
 
 
 class MlxSlots:
-    """Slots of experts of one or more kinds; `last`: the latest computation with them."""
+    """Slots of experts of one or more kinds.
+
+    last  output of the latest computation that reads slots: a slot is overwritten only after it
+    """
 
     def __init__(self, forms: Mapping[int, ExpertForm], slots: Mapping[Hashable, int], dtype: mx.Dtype):
         self._kind_of = {layer: form.kind for layer, form in forms.items()}

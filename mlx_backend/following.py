@@ -70,4 +70,4 @@ class GroupOps(MlxOps):
         is_joined = isinstance(mirrors, tuple)
         states = [mirror.id for mirror in (mirrors if is_joined else [mirrors])]
         tokens = np.asarray(step.tokens) if self.sends_tokens else np.zeros(len(step), np.int32)
-        self._leader.step(fn, step, tokens, {"states": states, "own": list(state.own) if is_joined else None})
+        self._leader.step(fn, step, tokens, {"states": states, "own": list(state.layer_counts) if is_joined else None})

@@ -24,25 +24,25 @@ EVERY, CODES, EXACT = 0, 1, 2  # kv_attention's PART
 class CachePart(NamedTuple):
     """A part of a cache as kv_attention reads it.
 
-    q       (T, H, D) float32: the step's queries, scaled, in the domain of the keys
-    bias    (T, H) float32, added to the scores
-    stored  keys and values (1, K, room, width), the step's rows after `before` committed ones
-    planes  specs of the stored keys and values
-    early   number of committed rows that hold tokens 0, 1, ...; later rows hold the last tokens of the past
-    part    EVERY, CODES or EXACT
+    q          (T, H, D) float32: the step's queries, scaled, in the domain of the keys
+    bias       (T, H) float32, added to the scores
+    stored     keys and values (1, K, room, width), the step's rows after `committed` others
+    planes     specs of the stored keys and values
+    early      number of committed rows that hold tokens 0, 1, ...; later rows hold the last tokens of the past
+    selection  the rows that the kernel reads: EVERY, CODES or EXACT
     """
 
     q: mx.array
     bias: mx.array
     stored: Sequence[mx.array]
     planes: Sequence[Plane]
-    before: int
+    committed: int
     early: int
-    part: int
+    selection: int
 
 
 def encodes(plane: Plane) -> bool:
-    """Test whether kv_encode writes this plane here."""
+    """Test whether kv_encode writes this plane on this machine."""
     return on_metal() and NUMBERS.get(plane.format, 0) > NUMBERS["bf16"]
 
 
@@ -127,9 +127,9 @@ def _gather(part: CachePart, step: Step, past: int, packing: Packing) -> tuple[m
     keys, values = (stored.squeeze(0) for stored in part.stored)
     T, H, D = part.q.shape
     K, DV = keys.shape[0], part.planes[1].dim
-    strips = -(-(part.before + T) // STRIP)
-    late = past - (part.before - part.early)
-    places = [past, part.before, part.early, late, packing.first, packing.recent, 0, 0]
+    strips = -(-(part.committed + T) // STRIP)
+    late = past - (part.committed - part.early)
+    places = [past, part.committed, part.early, late, packing.first, packing.recent, 0, 0]
     names = ("q", "bias", "keys", "values", "positions", "seen", "key_table", "value_table", "places")
     kernel = make_kernel("kv_attention", inputs=names, outputs=("sums", "most", "weights"))
     sums, most, weights = kernel(
@@ -152,7 +152,7 @@ def _gather(part: CachePart, step: Step, past: int, packing: Packing) -> tuple[m
             ("VG", group_of(DV)),
             ("HEADS", H // K),
             ("STRIP", STRIP),
-            ("PART", part.part),
+            ("PART", part.selection),
         ],
         grid=(32, strips, T * K),
         threadgroup=(32, 1, 1),

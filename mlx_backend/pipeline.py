@@ -26,15 +26,15 @@ class PassedOnError(Exception):
 class PipelineOps(GroupOps):
     """The op contract on this process's layers.
 
-    hidden  numbers of a row between two layers
-    own     the first layer of this rank, and the layer after its last
+    hidden  hidden size
+    own_layers  range of this rank's layers
     layers  number of layers of the whole model
     """
 
     def __init__(self, dtype: mx.Dtype, group: Group):
         super().__init__(dtype, group)
         self.hidden = self.layers = 0
-        self.own = range(0)
+        self.own_layers = range(0)
         self._rows = 0  # of the step's output
 
     def share(self, sizes: Sequence[int], hidden: int, memory: int) -> None:
@@ -45,11 +45,11 @@ class PipelineOps(GroupOps):
 
         Raises BimetalError if the layers do not fit.
         """
-        self.own = share_layers(sizes, self.group.gather(memory))[self.group.rank]
+        self.own_layers = share_layers(sizes, self.group.gather(memory))[self.group.rank]
         self.hidden, self.layers = hidden, len(sizes)
 
     def has_layer(self, layer: int | None) -> bool:
-        return self.group.rank == 0 if layer is None else layer in self.own
+        return self.group.rank == 0 if layer is None else layer in self.own_layers
 
     def weight_bytes(self, weight: Weight | None) -> int:
         return 0 if weight is None else super().weight_bytes(weight)
@@ -57,7 +57,7 @@ class PipelineOps(GroupOps):
     def own_spec(self, spec: Sequence[LayerSpec]) -> Sequence[LayerSpec]:
         if len(spec) != self.layers:
             raise BimetalError(f"a group of machines runs a model of {self.layers} layers without a draft")
-        return [layer if i in self.own else {} for i, layer in enumerate(spec)]
+        return [layer if i in self.own_layers else {} for i, layer in enumerate(spec)]
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -75,11 +75,11 @@ class PipelineOps(GroupOps):
 
     def scope(self, layer: int, block: Callable[[Array], Array], x: Array) -> Array:
         """Run block(x) if the layer is this rank's; receive rows before its first layer, send them after its last."""
-        if layer in self.own:
-            if self.group.rank and layer == self.own.start:
+        if layer in self.own_layers:
+            if self.group.rank and layer == self.own_layers.start:
                 x = self.group.receive((len(x), self.hidden), self.dtype)
             x = block(x)
-            if layer == self.own.stop - 1 and self.group.size > 1:
+            if layer == self.own_layers.stop - 1 and self.group.size > 1:
                 self.group.pass_on(x)
                 if self.group.rank:
                     raise PassedOnError

@@ -12,74 +12,77 @@ from mlx_backend import sizes
 from mlx_backend.packed import MlxPacked
 from mlx_backend.quantized import DECODED
 from mlx_backend.rows import MlxRows, rows_held
-from mlx_backend.sizes import Read, Work
+from mlx_backend.sizes import Prefill, Work
 from mlx_backend.states import MlxConv, MlxDelta, MlxState
 
 
-class Kept(NamedTuple):
-    """Functions of a spec of one class that make its state on MLX and predict its memory.
+class StateFunctions(NamedTuple):
+    """Functions of one class of specs that make a state on MLX and predict its memory.
 
     make   makes the empty state of a spec in a float type
-    held   predicts its bytes once a prompt has been read
+    held_bytes  predicts its bytes once a prompt has been read
     eager  predicts its part of a layer's workspace on the CPU
     lazy   predicts its part on a Mac's GPU
     """
 
     make: Callable[[Any, mx.Dtype], LayerState]
-    held: Callable[[Any, Read], int]
-    eager: Callable[[Any, LayerSize, Read], Work]
-    lazy: Callable[[Any, LayerSize, Read], Work]
+    held_bytes: Callable[[Any, Prefill], int]
+    eager: Callable[[Any, LayerSize, Prefill], Work]
+    lazy: Callable[[Any, LayerSize, Prefill], Work]
 
 
-def _rows_bytes(s: RowSpec, read: Read) -> int:
-    apart = min(read.tokens, s.sinks)  # rows that are kept when rows before the window are dropped
-    return (rows_held(read.tokens, read.rows, s.window, s.sinks) + apart) * s.row_bytes(read.item)
+def _rows_bytes(s: RowSpec, prefill: Prefill) -> int:
+    apart = min(prefill.tokens, s.sinks)  # rows that are kept when rows before the window are dropped
+    return (rows_held(prefill.tokens, prefill.rows, s.window, s.sinks) + apart) * s.row_bytes(prefill.item_bytes)
 
 
 def _kv_state(s: KVSpec, dtype: mx.Dtype) -> LayerState:
     return MlxPacked(s, dtype) if s.packing.keeps_exact else MlxRows(s, dtype)
 
 
-def _kv_bytes(s: KVSpec, read: Read) -> int:
-    exact = _rows_bytes(s.exact, read) if s.packing.keeps_exact else 0
-    return _rows_bytes(s, read) + exact + s.statistics_bytes(read.tokens)
+def _kv_bytes(s: KVSpec, prefill: Prefill) -> int:
+    exact = _rows_bytes(s.exact, prefill) if s.packing.keeps_exact else 0
+    return _rows_bytes(s, prefill) + exact + s.statistics_bytes(prefill.tokens)
 
 
-def _fixed_bytes(s: Spec, read: Read) -> int:
-    return s.bytes(read.tokens, read.item)
+def _fixed_bytes(s: Spec, prefill: Prefill) -> int:
+    return s.bytes(prefill.tokens, prefill.item_bytes)
 
 
-TABLE: Mapping[type[Spec], Kept] = {
-    KVSpec: Kept(_kv_state, _kv_bytes, sizes.kv_eager, sizes.kv_lazy),
-    LatentSpec: Kept(MlxRows, _rows_bytes, sizes.latent_eager, sizes.latent_lazy),
-    ConvSpec: Kept(MlxConv, _fixed_bytes, sizes.conv_eager, sizes.conv_lazy),
-    DeltaSpec: Kept(lambda s, _: MlxDelta(s), _fixed_bytes, sizes.delta_eager, sizes.delta_lazy),
+TABLE: Mapping[type[Spec], StateFunctions] = {
+    KVSpec: StateFunctions(_kv_state, _kv_bytes, sizes.kv_eager, sizes.kv_lazy),
+    LatentSpec: StateFunctions(MlxRows, _rows_bytes, sizes.latent_eager, sizes.latent_lazy),
+    ConvSpec: StateFunctions(MlxConv, _fixed_bytes, sizes.conv_eager, sizes.conv_lazy),
+    DeltaSpec: StateFunctions(lambda s, _: MlxDelta(s), _fixed_bytes, sizes.delta_eager, sizes.delta_lazy),
 }
 
 
-def kept(s: Spec) -> Kept:
+def functions_of(s: Spec) -> StateFunctions:
     return TABLE[type(s)]
 
 
 def new_state(spec: Sequence[LayerSpec], capacity: int, dtype: mx.Dtype) -> MlxState:
-    return MlxState([{name: kept(s).make(s, dtype) for name, s in layer.items()} for layer in spec], capacity)
+    return MlxState([{name: functions_of(s).make(s, dtype) for name, s in layer.items()} for layer in spec], capacity)
 
 
-def state_bytes(spec: Sequence[LayerSpec], tokens: int, rows: int, item: int) -> int:
-    """Predict `MlxState.nbytes` once `tokens` tokens have been read in steps of `rows`; a number takes `item`."""
-    return sum(kept(s).held(s, Read(tokens, rows, item)) for s in all_specs(spec))
+def state_bytes(spec: Sequence[LayerSpec], tokens: int, rows: int, item_bytes: int) -> int:
+    """Predict `MlxState.nbytes` once `tokens` tokens have been read in steps of `rows` rows."""
+    return sum(functions_of(s).held_bytes(s, Prefill(tokens, rows, item_bytes)) for s in all_specs(spec))
 
 
-def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item: int, fused: bool) -> int:
+def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item_bytes: int, fused: bool) -> int:
     """Predict the workspace; `fused` if attention and the delta rule are single kernels, as on a Mac's GPU."""
-    read, most = Read(tokens, rows, item), 0
+    prefill, peak = Prefill(tokens, rows, item_bytes), 0
     # the logits of no row that a step ends with are never computed, and hold the two arrays that they would add
-    logits = 2 * rows * layers[-1].hidden * item if tokens > rows else 0
-    total = 2 * DECODED * item if fused else logits  # weights that have their own kernels, for products of many rows
+    logits = 2 * rows * layers[-1].hidden * item_bytes if tokens > rows else 0
+    # if fused: decoded weights, which products of many rows read
+    total = 2 * DECODED * item_bytes if fused else logits
     for layer in layers:
-        parts = [(kept(s).lazy if fused else kept(s).eager)(s, layer, read) for s in layer.states.values()]
+        parts = [
+            (functions_of(s).lazy if fused else functions_of(s).eager)(s, layer, prefill) for s in layer.states.values()
+        ]
         states = [sum(numbers) for numbers in zip((0, 0, 0), *parts, strict=True)]
-        of_layer = (sizes.lazy_bytes if fused else sizes.eager_bytes)(layer, states, read)
-        most = max(most, of_layer + decoded_bytes(layer, tokens))
+        of_layer = (sizes.lazy_bytes if fused else sizes.eager_bytes)(layer, states, prefill)
+        peak = max(peak, of_layer + decoded_bytes(layer, tokens))
         total += states[2]
-    return total + most
+    return total + peak

@@ -98,17 +98,17 @@ def _part(group: list[Tensor], dtype: mx.Dtype) -> Part:
             return _dense(group, dtype)
 
 
-def stored_dtype(tensors: Iterable[Tensor], wide: bool = False) -> mx.Dtype:
-    """Return the float type of most of a checkpoint's bytes; of quantized tensors that of their scales (GGUF: float16).
+def stored_dtype(tensors: Iterable[Tensor], exceeds_float16: bool = False) -> mx.Dtype:
+    """Return the float type of most of a checkpoint's bytes; quantized ones count as their scales (GGUF: float16).
 
-    wide  bfloat16 in place of float16
+    exceeds_float16  whether bfloat16 replaces float16
     """
     sizes = {mx.float16: 0, mx.bfloat16: 0, mx.float32: 0}
     for tensor in tensors:
         type_ = tensor.scales.type if tensor.scales is not None else tensor.type
         sizes[{"BF16": mx.bfloat16, "U8": mx.bfloat16, "F32": mx.float32}.get(type_, mx.float16)] += tensor.nbytes
     best = max(sizes, key=lambda dtype: sizes[dtype])
-    return mx.bfloat16 if wide and best == mx.float16 else best
+    return mx.bfloat16 if exceeds_float16 and best == mx.float16 else best
 
 
 def nbytes(weight: Weight) -> int:

@@ -110,7 +110,7 @@ def begun(model: Model, streams: int, options: GenerationOptions, tokenizer: Any
     for n in range(streams):
         prompt = [n % VOCAB] * PROMPT
         engine.submit(Call(prompt, options, lambda piece: None, failed.append, threading.Event()))
-    while len(engine.running) < streams or not all(each.new > WARM for each in engine.running):
+    while len(engine.running) < streams or not all(each.new_tokens > WARM for each in engine.running):
         engine.turn()
         if failed:
             raise failed[0] or RuntimeError("a reply has ended")
@@ -119,14 +119,18 @@ def begun(model: Model, streams: int, options: GenerationOptions, tokenizer: Any
 
 def turns(engine: Engine, steps: int) -> tuple[float, float, float]:
     """Seconds of a step, those of them in which a device has nothing to do, and its tokens."""
-    streams, before = len(engine.running), sum(each.new for each in engine.running)
+    streams, before = len(engine.running), sum(each.new_tokens for each in engine.running)
     free_cuda.idle.seconds = 0.0
     started = time.thread_time()
     for _ in range(steps):
         engine.turn()
     seconds = time.thread_time() - started
     assert len(engine.running) == streams, "a reply has ended"
-    return seconds / steps, free_cuda.idle.seconds / steps, (sum(each.new for each in engine.running) - before) / steps
+    return (
+        seconds / steps,
+        free_cuda.idle.seconds / steps,
+        (sum(each.new_tokens for each in engine.running) - before) / steps,
+    )
 
 
 def main() -> None:

@@ -255,10 +255,10 @@ def steps(llm, monkeypatch):
     left, after = threading.Event(), []
 
     def gated(sequence, token, row):
-        if sequence.new == 3:
+        if sequence.new_tokens == 3:
             left.wait(10)
         if left.is_set():
-            after.append(sequence.new)
+            after.append(sequence.new_tokens)
         return take(sequence, token, row)
 
     def leave():

@@ -72,7 +72,7 @@ def test_what_mlx_says_of_its_gpu(apples, monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(mx, "device_info", lambda: info)
     monkeypatch.setattr(mx.metal, "is_available", lambda: apples)
-    assert backends.find_mlx().what.startswith("a GPU, 32 GiB, MLX ")
+    assert backends.find_mlx().description.startswith("a GPU, 32 GiB, MLX ")
     assert ops.MlxOps().free_bytes()[0] == 10**9
     monkeypatch.setattr(ops, "COPIED", 2**16)
     readings = iter((0.0, 4.0, 10.0, 12.0, 20.0, 21.0, 30.0, 33.0, 40.0, 48.0))
@@ -127,7 +127,7 @@ def fail(error): raise error
 {change}
 from generate.backends import find_cuda
 found = find_cuda()
-print(found.usable, found.what)
+print(found.usable, found.description)
 """
     environment = os.environ | {"PYTHONPATH": f"{TESTS / 'cuda_on_cpu'}:{TESTS.parent}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -209,7 +209,7 @@ def test_devices_of_callers(how, said):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the CUDA backend looks for a GPU on Linux alone")
 def test_several_gpus_are_listed_by_number():
-    code = "from generate.backends import find_cuda; print(find_cuda().what)"
+    code = "from generate.backends import find_cuda; print(find_cuda().description)"
     environment = os.environ | {"PYTHONPATH": f"{TESTS / 'cuda_on_cpu'}:{TESTS.parent}", "BIMETAL_GPUS": "2"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "GPU 0: a CPU, compute capability 8.9; GPU 1: a CPU, compute capability 8.9\n"

@@ -59,7 +59,7 @@ def test_agreement_is_with_plain_decoding():
             sizes.append(len(tokens))
     assert len(llm.tokenizer.end_ids) == 1
     assert point.sizes == sizes
-    assert point.same == same
+    assert point.agreeing == same
     assert point.nats == pytest.approx(nats, rel=1e-4)
     assert 0.2 < point.agreement < 1
     assert point.tokens_per_forward > 5

@@ -110,7 +110,7 @@ def drain(engine, replies, arrivals=(), random=None, cancels=()):
         if arrivals and random.random() < 0.4:
             replies.append(arrivals.pop(0)())
         for reply, tokens in cancels:
-            if reply.sequence.new >= tokens:
+            if reply.sequence.new_tokens >= tokens:
                 reply.call.cancel.set()
         more = engine.turn()
         for reply in replies:
@@ -308,7 +308,7 @@ def test_pieces_reach_callers_once_per_step_and_after_the_next_launch(ahead, mon
     for reply in replies:
         put = reply.call.put
         reply.call.put = lambda piece, put=put: (done.append("put"), put(piece))
-    while any(reply.sequence.new < 2 for reply in replies):
+    while any(reply.sequence.new_tokens < 2 for reply in replies):
         engine.turn()
     done.clear()
     for _ in range(5):
@@ -337,14 +337,14 @@ def test_no_token_waits_for_the_next_prompt_step(monkeypatch):
     monkeypatch.setattr(type(model), "forward", counted)
     first = submit(engine, [5, 6, 7], max_tokens=300)
     unread = [[], []]  # steps whose token was not handed over, after turns without and with a prompt to read
-    while first.sequence.new < 20:
+    while first.sequence.new_tokens < 20:
         engine.turn()
-        unread[0].append(steps[0] - first.sequence.new + 1)
+        unread[0].append(steps[0] - first.sequence.new_tokens + 1)
     other = submit(engine, 200 * [8], max_tokens=1)
     engine.turn()
     while other.sequence.reads:
         engine.turn()
-        unread[1].append(steps[0] - first.sequence.new + 1)
+        unread[1].append(steps[0] - first.sequence.new_tokens + 1)
     assert set(unread[0][1:]) == {1}
     assert len(unread[1]) > 20
     assert not any(unread[1][2:])  # the step that was in flight, and the first after it
@@ -353,7 +353,7 @@ def test_no_token_waits_for_the_next_prompt_step(monkeypatch):
     submit(engine, 6 * [8], max_tokens=1)  # of one step, which holds up one token whatever was launched
     for _ in range(4):
         engine.turn()
-        assert steps[0] - first.sequence.new + 1 == 1
+        assert steps[0] - first.sequence.new_tokens + 1 == 1
 
 
 def steps_of(monkeypatch):
@@ -379,7 +379,7 @@ def test_others_decode_between_the_parts_of_a_prompts_step(name, monkeypatch):
     engine.schedule.has_decoded = lambda seconds: setattr(engine.schedule, "owed", 0.0)
     rows = steps_of(monkeypatch)
     first = keeps_state(submit(engine, [5, 6, 7], max_tokens=40))
-    while first.sequence.new < 5:
+    while first.sequence.new_tokens < 5:
         engine.turn()
     rows.clear()
     other = keeps_state(submit(engine, long, max_tokens=3))
@@ -433,7 +433,7 @@ def test_tokens_of_a_step_are_sampled_in_one_call(monkeypatch):
     monkeypatch.setattr(NumpyOps, "sample", lambda ops, *of: (calls.append(len(of[0])), sample(ops, *of))[1])
     monkeypatch.setattr(NumpyOps, "read", lambda ops, x: (reads.append(x.shape), read(ops, x))[1])
     replies = [submit(engine, [5, 6, 7 + n], max_tokens=30, **how) for n, how in enumerate(ways)]
-    while any(reply.sequence.new < 1 for reply in replies):
+    while any(reply.sequence.new_tokens < 1 for reply in replies):
         engine.turn()
     for _ in range(4):
         calls.clear()
@@ -486,7 +486,7 @@ def test_logits_that_are_nan_end_their_sequence_alone(monkeypatch):
     model = tiny.load("llama", NumpyOps())
     engine = without_clock(Engine(model, Ids(), CONTEXT, parallel=4))
     replies = [submit(engine, [5, 6, 7 + n], max_tokens=36) for n in range(3)]
-    while any(reply.sequence.new < 4 for reply in replies):
+    while any(reply.sequence.new_tokens < 4 for reply in replies):
         engine.turn()
     forward = type(model).forward
 
@@ -880,7 +880,9 @@ def test_sequences_share_the_passes_of_a_draft(kind, name, tmp_path):
         )
         patch.setattr(type(pair), "propose", lambda *of: (own.append(len(engine.running)), one(*of))[1])
         replies = [submit(engine, prompt, **options) for prompt, options in asked]
-        while len({each.slot for each in engine.running}) < 5 or any(not reply.sequence.new for reply in replies):
+        while len({each.slot for each in engine.running}) < 5 or any(
+            not reply.sequence.new_tokens for reply in replies
+        ):
             engine.turn()
         shared.clear()
         own.clear()
@@ -1015,7 +1017,7 @@ def test_micro_batches_of_a_pool_take_turns(batches, room, monkeypatch, tmp_path
     replies = [submit(engine, prompt, **how) for prompt, how in asked]
     cancelled = submit(engine, [3, 4, 5], max_tokens=60, spec="off")
     while engine.turn():
-        if cancelled.sequence.new >= 7:
+        if cancelled.sequence.new_tokens >= 7:
             cancelled.call.cancel.set()
     monkeypatch.setattr(Sequence, "advance", advance)
     if room == 10**6:
@@ -1112,7 +1114,7 @@ def test_a_sequence_that_is_cancelled_on_the_host_leaves_nothing_there(tmp_path)
     engine = without_clock(Engine(tiny.load("llama", PooledOps()), Ids(), CONTEXT, parallel=2))
     for n in range(2):
         submit(engine, [5 + n, *range(10, 60)], max_tokens=30)
-    while len(engine.running) < 2 or not all(each.new for each in engine.running):
+    while len(engine.running) < 2 or not all(each.new_tokens for each in engine.running):
         engine.turn()
     engine._make_room(NoRoomError("no memory for a step"))
     (suspended,) = engine.suspended
@@ -1129,7 +1131,7 @@ def test_a_state_that_cannot_be_moved_back_ends_its_reply(resets):
     model = tiny.load("llama", PooledOps())
     engine = without_clock(Engine(model, Ids(), CONTEXT, parallel=2))
     replies = [submit(engine, [5 + n, *range(10, 60)], max_tokens=30) for n in range(2)]
-    while len(engine.running) < 2 or not all(each.new for each in engine.running):
+    while len(engine.running) < 2 or not all(each.new_tokens for each in engine.running):
         engine.turn()
     engine._make_room(NoRoomError("no memory for a step"))
     (suspended,) = engine.suspended
@@ -1175,7 +1177,7 @@ def check_arrivals(engine, alike, asked, random, cancels=None, chance=0.3, same=
             prompt, how = left.pop(0)
             replies.append(keeps_state(submit(engine, prompt, shared, **how)))
         for at, tokens in cancels.items():
-            if at < len(replies) and replies[at].sequence.new >= tokens:
+            if at < len(replies) and replies[at].sequence.new_tokens >= tokens:
                 replies[at].call.cancel.set()
         engine.turn()
     assert [at for at, reply in enumerate(replies) if reply.reason == "cancelled"] == [*cancels]
@@ -1221,7 +1223,7 @@ def test_a_row_that_is_not_finite_ends_its_reply_within_a_stretch():
 
     def broken(logits, sampler):
         tokens = sample(logits, sampler)
-        if len(tokens) == 2 and bad.sequence.new == 10:
+        if len(tokens) == 2 and bad.sequence.new_tokens == 10:
             tokens[1] = NOT_A_TOKEN
         return tokens
 
@@ -1233,7 +1235,7 @@ def test_a_row_that_is_not_finite_ends_its_reply_within_a_stretch():
     model.ops.sample, model.ops.read_all, model.ops.read = broken, read_all, lambda x: read_all(x)[0]
     engine.drain()
     assert "a row holds NaN" in str(bad.error)
-    assert bad.sequence.new == 11  # those before the row, of which the last was in flight beside it
+    assert bad.sequence.new_tokens == 11  # those before the row, of which the last was in flight beside it
     assert (good.tokens, good.error) == (expected, None)
 
 

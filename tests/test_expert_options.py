@@ -210,7 +210,7 @@ def test_memory_bounds_the_experts(folder):
     checkpoint, layout, config, definition = layout_of(folder)
     ask = checkpoint, layout, config, NumpyOps(), definition.state_spec(config), 512
     whole = expert_budget(*ask, memory=100 * 10**9)
-    assert whole.experts == whole.total == 5 * 8 * whole.least // 8
+    assert whole.experts == whole.total == 5 * 8 * whole.layer_bytes // 8
     assert expert_budget(*ask, cache=60_000).experts == 60_000
     memory = RESERVE + whole.fixed + whole.run + 70_000
     assert expert_budget(*ask, memory=memory).experts == 70_000

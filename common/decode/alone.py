@@ -51,7 +51,7 @@ def answered(model: Model, state: State, request: Any) -> Any:
     """Answer a request of a decoder other than an Emit or a Stretch."""
     ops, kind = model.ops, type(request)
     if kind is Read:
-        return ops.read_all(*request.of)
+        return ops.read_all(*request.arrays)
     if kind is Rows:
         runs = target_of(model) if request.target_only else model
         return computed(ops, runs.forward(state, request.step), request)

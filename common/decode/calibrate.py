@@ -31,26 +31,26 @@ WINDOWS, TAUS, PENALTIES = (8, 16), (0.1, 0.2, 0.4, 0.6, 0.9), (0.02, 0.05, 0.1)
 class Point:
     """Measurements of the replies with one window.
 
-    same   number of tokens that agree with plain decoding, per reply
-    sizes  number of tokens, per reply
-    nats   sum of -log p of all tokens, each as the next token after the tokens before it
-    stats  summed over the replies
+    agreeing  number of tokens that agree with plain decoding, per reply
+    sizes     number of tokens, per reply
+    nats      sum of -log p of all tokens, each as the next token after the tokens before it
+    stats     summed over the replies
     """
 
     options: WedlmOptions
-    same: list[int] = field(default_factory=list)
+    agreeing: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     nats: float = 0.0
     stats: WedlmStats = field(default_factory=WedlmStats)
 
     @property
     def agreement(self) -> float:
-        return sum(self.same) / max(sum(self.sizes), 1)
+        return sum(self.agreeing) / max(sum(self.sizes), 1)
 
     @property
     def error(self) -> float:
         """Compute the standard error of the agreement; replies are independent, tokens of a reply are not."""
-        rest = np.array(self.same) - self.agreement * np.array(self.sizes)
+        rest = np.array(self.agreeing) - self.agreement * np.array(self.sizes)
         count = len(rest)
         return math.sqrt((rest**2).sum() * count / max(count - 1, 1)) / max(sum(self.sizes), 1)
 
@@ -83,13 +83,13 @@ def grid(windows: Sequence[int], taus: Sequence[float], penalties: Sequence[floa
     return settings + checked
 
 
-def cut_prompts(ids: Sequence[int], size: int, most: int) -> list[list[int]]:
-    """Cut at most `most` prompts of `size` tokens, evenly spread, from a text. Raises UsageError for a shorter text."""
+def cut_prompts(ids: Sequence[int], size: int, max_prompts: int) -> list[list[int]]:
+    """Cut up to `max_prompts` prompts of `size` tokens, evenly spread, from a text; UsageError if it is too short."""
     count = len(ids) // size
     if not count:
         held = counted(len(ids), "token")
         raise UsageError(f"the text has {held}, and one prompt takes {size}; give a longer text or shorter prompts")
-    chosen = np.linspace(0, count - 1, min(count, most)).round().astype(int)
+    chosen = np.linspace(0, count - 1, min(count, max_prompts)).round().astype(int)
     return [list(ids[at * size : (at + 1) * size]) for at in chosen]
 
 
@@ -116,7 +116,7 @@ def measure(
             reply = _reply(model, state, prompt, logits, point, ends)
             state.restore(after)
             same, nats = _agreement(model, state, logits, reply)
-            point.same.append(same)
+            point.agreeing.append(same)
             point.sizes.append(len(reply))
             point.nats += nats
             progress()

@@ -61,7 +61,7 @@ def plain(
             stretch = Stretch(run, token, logits, left, read)
             token = logits = ahead = None  # else they would keep the logits before the stretch
             yield stretch
-            token, logits, left = stretch.token, stretch.row, stretch.left
+            token, logits, left = stretch.token, stretch.row, stretch.remaining
             del stretch
         ahead, asks, is_last = None, not left, False
         if left:

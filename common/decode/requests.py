@@ -78,9 +78,9 @@ class Draft(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Copy handles or logits to the host; the answer is a tuple of arrays, one for each of `of`."""
+    """Copy handles or logits to the host; the answer is a tuple of arrays, one for each of `arrays`."""
 
-    of: tuple[Any, ...]
+    arrays: tuple[Any, ...]
 
 
 class Emit(NamedTuple):
@@ -96,16 +96,16 @@ class Stretch:
     For each token the driver runs `rows`, outputs the token before these rows, and calls `goes_on`. One request covers
     many steps, because a step may be as short as the host's work for a request. The decoder continues after the last.
 
-    token  handle of the newest token
-    row    the logits row (1, vocab) that it was chosen from
-    left   number of tokens that are still to be output
-    read   list to which token ids are appended as they are read
+    token      handle of the newest token
+    row        the logits row (1, vocab) that it was chosen from
+    remaining  number of tokens that are still to be output
+    read_ids   list to which token ids are appended as they are read
     """
 
-    __slots__ = ("left", "read", "row", "run", "token")
+    __slots__ = ("read_ids", "remaining", "row", "run", "token")
 
-    def __init__(self, run: DecoderRun, token: Any, row: Array, left: int, read: list[int] | None = None):
-        self.run, self.token, self.row, self.left, self.read = run, token, row, left, read
+    def __init__(self, run: DecoderRun, token: Any, row: Array, remaining: int, read_ids: list[int] | None = None):
+        self.run, self.token, self.row, self.remaining, self.read_ids = run, token, row, remaining, read_ids
 
     def rows(self) -> Rows:
         """Make a request for the row of the newest token."""
@@ -113,15 +113,15 @@ class Stretch:
 
     def note(self, token: int) -> None:
         """Record the id of the newest token, which has been read."""
-        if self.read is not None:
-            self.read.append(token)
+        if self.read_ids is not None:
+            self.read_ids.append(token)
 
     def goes_on(self, done: Computed) -> bool:
         """Commit the newest token's row, and take the token that it predicts; return whether the stretch continues."""
         run = self.run
         run.state.commit(THE_ROW)
-        self.token, self.row, self.left = done.sampled, done.logits, self.left - 1
-        return self.left > 0 and run.runs_ahead and run.state.length < run.state.capacity
+        self.token, self.row, self.remaining = done.sampled, done.logits, self.remaining - 1
+        return self.remaining > 0 and run.runs_ahead and run.state.length < run.state.capacity
 
 
 Request = Rows | Choose | Draft | Read | Emit | Stretch

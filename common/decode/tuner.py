@@ -47,7 +47,7 @@ class Tuner:
         self.seconds = {size: Mean(SECONDS_MEMORY) for size in self.sizes}
         self.switch = Mean(SECONDS_MEMORY)  # seconds more that the first plain step takes after another size
         self.runs = dict.fromkeys(self.sizes, 0)
-        self.least = dict.fromkeys(self.sizes, math.inf)  # seconds of a step
+        self.fastest = dict.fromkeys(self.sizes, math.inf)  # seconds of a step
         self.saved = 0.0  # seconds that trials may lose
         self.trial: deque[int] = deque()  # sizes of the steps to come
         self.trials = 0
@@ -60,9 +60,9 @@ class Tuner:
         self.trial.clear()
         self.begins, self.gap = True, 0
 
-    def choose(self, most: int | None = None) -> int:
-        """Choose the budget of the next step, of at most `most` draft tokens."""
-        sizes = self.sizes if most is None else tuple(size for size in self.sizes if size <= most)
+    def choose(self, max_budget: int | None = None) -> int:
+        """Choose the budget of the next step, of at most `max_budget` draft tokens."""
+        sizes = self.sizes if max_budget is None else tuple(size for size in self.sizes if size <= max_budget)
         begins, self.begins, self.settled = self.begins, False, len(sizes) == 1
         if self.settled:
             return 0
@@ -122,9 +122,9 @@ class Tuner:
             self.switch.add(max(seconds - mean.value, 0.0) if mean.count else 0.0)
         else:
             self.runs[size] += 1
-            self.least[size] = min(self.least[size], seconds)
+            self.fastest[size] = min(self.fastest[size], seconds)
             if self.runs[size] >= self.first:
-                mean.add(self.least[size] if self.runs[size] == self.first else seconds)
+                mean.add(self.fastest[size] if self.runs[size] == self.first else seconds)
 
     def add_length(self, size: int, path: Sequence[int], gap: int, weight: float = 1.0) -> int:
         """Record the tokens that a step accepted, as `record` does; return the gap after it.
@@ -182,7 +182,7 @@ class TunerShare:
 
     def __init__(self, shared: SharedTuner):
         self.shared, self.tuner, self.sizes = shared, shared.tuner, shared.tuner.sizes
-        self.taken, self.gap = max(shared.number - 1, 0), 0
+        self.choice_seen, self.gap = max(shared.number - 1, 0), 0
         self.seen, self.quiet = shared.disturbances(), True  # the prompt's token is read before a step is timed
         shared.users.add(self)
 
@@ -194,15 +194,15 @@ class TunerShare:
         """Note that the reply begins."""
         if len(self.shared.users) == 1:
             self.tuner.begin()
-            self.taken = self.shared.number  # what replies before it have left is no choice for this one
+            self.choice_seen = self.shared.number  # the last choice was made for earlier replies
 
-    def choose(self, most: int | None = None) -> int:
-        """Choose the budget of the next step, of at most `most` draft tokens where this reply begins a choice."""
+    def choose(self, max_budget: int | None = None) -> int:
+        """Choose the budget of the next step, of at most `max_budget` draft tokens where this reply begins a choice."""
         shared = self.shared
-        if self.taken == shared.number:
+        if self.choice_seen == shared.number:
             shared.number += 1
-            shared.size = self.tuner.choose(most)
-        self.taken = shared.number
+            shared.size = self.tuner.choose(max_budget)
+        self.choice_seen = shared.number
         return shared.size
 
     def plain_steps(self) -> int:
@@ -214,8 +214,8 @@ class TunerShare:
         was_quiet, seen = self.quiet, self.seen
         self.seen = self.shared.disturbances()
         self.quiet = seen == self.seen
-        if self.taken > self.shared.timed or len(self.shared.users) == 1:
-            self.shared.timed = self.taken
+        if self.choice_seen > self.shared.timed or len(self.shared.users) == 1:
+            self.shared.timed = self.choice_seen
             # the device may do what was launched before a step after the step before it was recorded
             self.shared.add_time(size, seconds, switched, steps, self.quiet and was_quiet)
         self.gap = self.tuner.add_length(size, path, self.gap, 1 / len(self.shared.users))

@@ -48,9 +48,9 @@ def is_defined(checkpoint: Checkpoint) -> bool:
     return isinstance(name, str) and name in ARCHITECTURES
 
 
-def is_wide(checkpoint: Checkpoint) -> bool:
-    """Test whether activations of this architecture pass float16's range."""
-    return is_defined(checkpoint) and getattr(architecture(checkpoint)[1], "WIDE", False)
+def exceeds_float16(checkpoint: Checkpoint) -> bool:
+    """Test whether activations of this architecture exceed float16's maximum of 65504."""
+    return is_defined(checkpoint) and getattr(architecture(checkpoint)[1], "EXCEEDS_FLOAT16", False)
 
 
 def architecture(checkpoint: Checkpoint) -> tuple[str, ModuleType]:

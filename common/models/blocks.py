@@ -70,15 +70,15 @@ def swiglu_ffn(ops: Ops, w: Any, x: Array) -> Array:
     return ops.linear(ops.swiglu(y[:, :F], y[:, F:]), w.down)
 
 
-def ffn_weights(at: Names, hidden: int, ffn: int, ranks: Ranks = ONE) -> Table:
+def ffn_weights(tensor: Names, hidden: int, ffn: int, ranks: Ranks = ONE) -> Table:
     """List the weights of a dense network with `ffn` channels on this rank."""
     channels = ranks.of(ffn)
     return {
         "gate_up": Matrix(
-            at("mlp.gate_proj.weight", "ffn_gate.weight", (ffn, hidden), shard=by_rows(channels)),
-            at("mlp.up_proj.weight", "ffn_up.weight", (ffn, hidden), shard=by_rows(channels)),
+            tensor("mlp.gate_proj.weight", "ffn_gate.weight", (ffn, hidden), shard=by_rows(channels)),
+            tensor("mlp.up_proj.weight", "ffn_up.weight", (ffn, hidden), shard=by_rows(channels)),
         ),
-        "down": Matrix(at("mlp.down_proj.weight", "ffn_down.weight", (hidden, ffn), shard=by_columns(channels))),
+        "down": Matrix(tensor("mlp.down_proj.weight", "ffn_down.weight", (hidden, ffn), shard=by_columns(channels))),
     }
 
 
@@ -91,7 +91,7 @@ def sigmoid_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
     return ops.moe_ffn(x, ExpertWeights(*matrices, bias=w.router_bias), e.top_k, e.scale)
 
 
-def sigmoid_moe_weights(at: Names, hidden: int, e: Experts, ranks: Ranks = ONE) -> Table:
+def sigmoid_moe_weights(tensor: Names, hidden: int, e: Experts, ranks: Ranks = ONE) -> Table:
     """List the weights of a mixture, named as in training, transformers or mlx-lm, stacked or one per expert.
 
     A rank holds all experts, each with `e.ffn` of its channels.
@@ -99,40 +99,42 @@ def sigmoid_moe_weights(at: Names, hidden: int, e: Experts, ranks: Ranks = ONE) 
     channels, shared_channels = ranks.of(e.ffn), ranks.of(e.shared_ffn)
 
     def first(hf: str, *others: str) -> str:
-        return next((name for name in (hf, *others) if at.has(name)), hf)
+        return next((name for name in (hf, *others) if tensor.has(name)), hf)
 
     def experts(part: str, gguf: str, shape: tuple[int, ...], shard: Shard | None) -> Stored:
-        if at.has(f"mlp.experts.0.{part}.weight"):
-            names = tuple(f"{at.prefix}mlp.experts.{i}.{part}.weight" for i in range(e.count))
+        if tensor.has(f"mlp.experts.0.{part}.weight"):
+            names = tuple(f"{tensor.prefix}mlp.experts.{i}.{part}.weight" for i in range(e.count))
             return Stored(names, shape, shard=shard)
-        return at(first(f"mlp.switch_mlp.{part}.weight", f"mlp.experts.{part}"), gguf, shape, shard=shard)
+        return tensor(first(f"mlp.switch_mlp.{part}.weight", f"mlp.experts.{part}"), gguf, shape, shard=shard)
 
     E, F, S = e.count, e.ffn, e.shared_ffn
-    if at.has("mlp.experts.gate_up_proj") or at.has("ffn_gate_up_exps.weight"):
+    if tensor.has("mlp.experts.gate_up_proj") or tensor.has("ffn_gate_up_exps.weight"):
         both = by_expert_rows(channels, channels)
         gate_up = ExpertMatrix(
-            at("mlp.experts.gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, hidden), shard=both)
+            tensor("mlp.experts.gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, hidden), shard=both)
         )
     else:
         gate_up = ExpertMatrix(
             experts("gate_proj", "ffn_gate_exps.weight", (E, F, hidden), by_expert_rows(channels)),
             experts("up_proj", "ffn_up_exps.weight", (E, F, hidden), by_expert_rows(channels)),
         )
-    shared = "mlp.shared_expert" if at.has("mlp.shared_expert.gate_proj.weight") else "mlp.shared_experts"
+    shared = "mlp.shared_expert" if tensor.has("mlp.shared_expert.gate_proj.weight") else "mlp.shared_experts"
     bias = first("mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias")
     return {
-        "router": Matrix(at(first("mlp.gate.weight", "mlp.gate.proj.weight"), "ffn_gate_inp.weight", (E, hidden))),
-        "router_bias": Vector(at(bias, "exp_probs_b.bias", (E,))),
+        "router": Matrix(tensor(first("mlp.gate.weight", "mlp.gate.proj.weight"), "ffn_gate_inp.weight", (E, hidden))),
+        "router_bias": Vector(tensor(bias, "exp_probs_b.bias", (E,))),
         "experts_gate_up": gate_up,
         "experts_down": ExpertMatrix(
             experts("down_proj", "ffn_down_exps.weight", (E, hidden, F), by_columns(channels))
         ),
         "gate_up": Matrix(
-            at(f"{shared}.gate_proj.weight", "ffn_gate_shexp.weight", (S, hidden), shard=by_rows(shared_channels)),
-            at(f"{shared}.up_proj.weight", "ffn_up_shexp.weight", (S, hidden), shard=by_rows(shared_channels)),
+            tensor(f"{shared}.gate_proj.weight", "ffn_gate_shexp.weight", (S, hidden), shard=by_rows(shared_channels)),
+            tensor(f"{shared}.up_proj.weight", "ffn_up_shexp.weight", (S, hidden), shard=by_rows(shared_channels)),
         ),
         "down": Matrix(
-            at(f"{shared}.down_proj.weight", "ffn_down_shexp.weight", (hidden, S), shard=by_columns(shared_channels))
+            tensor(
+                f"{shared}.down_proj.weight", "ffn_down_shexp.weight", (hidden, S), shard=by_columns(shared_channels)
+            )
         ),
     }
 

@@ -66,18 +66,18 @@ class ChainPair(Pair):
             tokens.append(int(ids[-1][0, 0]))
         return np.concatenate(ids), np.concatenate(logp)
 
-    def pass_step(self, given: Sequence[int], length: int) -> Step:
-        return Step.chain(np.array(given, np.int32), length)
+    def pass_step(self, inputs: Sequence[int], length: int) -> Step:
+        return Step.chain(np.array(inputs, np.int32), length)
 
-    def propose(self, state: State, given: Sequence[int]) -> Array:
-        """Compute logits (1, n), in the draft's vocabulary, of the token after the state and the tokens `given`.
+    def propose(self, state: State, inputs: Sequence[int]) -> Array:
+        """Compute logits (1, n), in the draft's vocabulary, of the token after the state and the tokens `inputs`.
 
         Commits nothing. Each token but the first was drafted: its hidden state is the draft's output one token before.
         """
-        return self.ops.run(self._chains[len(given)], state, self.pass_step(given, state.length))[:1]
+        return self.ops.run(self._chains[len(inputs)], state, self.pass_step(inputs, state.length))[:1]
 
-    def run_pass(self, state: State, given: Sequence[int]) -> Array:
-        return self.propose(state, given)
+    def run_pass(self, state: State, inputs: Sequence[int]) -> Array:
+        return self.propose(state, inputs)
 
     def propose_each(self, state: Any, step: Step, rows: int) -> Array:
         return self.ops.run(self._joined_chains[rows], state, step)

@@ -137,21 +137,21 @@ class DflashPair(Pair):
     def shares_passes(self) -> bool:
         return not self.draft.conv_taps  # convolutions along a block would mix it with other blocks of the step
 
-    def pass_step(self, given: int, length: int) -> Step:
+    def pass_step(self, inputs: int, length: int) -> Step:
         tokens = self._masks.copy()
-        tokens[0] = given
+        tokens[0] = inputs
         return Step.block(tokens, length)
 
     @cached_property
     def _masks(self) -> np.ndarray:
         return np.full(self.draft.block, self.draft.mask_token, np.int32)
 
-    def propose(self, state: State, given: int) -> Array:
-        """Compute logits (n, vocab) of the tokens after `given`, the token that follows the state; commits nothing."""
-        return self.run_pass(state, given)[: self.draft.tokens]
+    def propose(self, state: State, inputs: int) -> Array:
+        """Compute logits (n, vocab) of the tokens after `inputs`, the token that follows the state; commits nothing."""
+        return self.run_pass(state, inputs)[: self.draft.tokens]
 
-    def run_pass(self, state: State, given: int) -> Any:
-        return self.ops.run(self._block, state, self.pass_step(given, state.length))
+    def run_pass(self, state: State, inputs: int) -> Any:
+        return self.ops.run(self._block, state, self.pass_step(inputs, state.length))
 
     def propose_each(self, state: Any, step: Step, rows: int) -> Array:
         return self.ops.run(self._blocks, state, step)

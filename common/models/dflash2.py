@@ -41,8 +41,8 @@ class Dflash2Pair(DflashPair):
         rows = np.concatenate([np.broadcast_to(known, (1, *shape[1:])), rows[:-1]])
         return scored(best, logs, rows * scale[:, None], own, k, coupling)
 
-    def propose(self, state: State, given: int) -> Array:
-        return self.run_pass(state, given)[0][: self.draft.tokens]
+    def propose(self, state: State, inputs: int) -> Array:
+        return self.run_pass(state, inputs)[0][: self.draft.tokens]
 
 
 def scored(

@@ -15,9 +15,9 @@ from common.weights import Fix, Layout, Matrix, Names, Stored, Table, Vector, co
 def layout(checkpoint: Checkpoint, c: Config, target: Target) -> Layout:
     gguf = checkpoint.format == "gguf"
     dialect, n = "gguf" if gguf else "hf", len(c.taps)
-    at = Names(dialect, "" if gguf else prefix_of(checkpoint), checkpoint.tensors)
-    head = at if at.has("lm_head.weight") else Names(dialect, "", checkpoint.tensors)
-    has_embed = at.has("token_embd.weight" if gguf else "embed_tokens.weight")
+    tensor = Names(dialect, "" if gguf else prefix_of(checkpoint), checkpoint.tensors)
+    head = tensor if tensor.has("lm_head.weight") else Names(dialect, "", checkpoint.tensors)
+    has_embed = tensor.has("token_embd.weight" if gguf else "embed_tokens.weight")
     has_head = head.has("output.weight" if gguf else "lm_head.weight")
     if c.hidden != target.hidden and not (has_embed and has_head):
         raise BimetalError(
@@ -26,15 +26,15 @@ def layout(checkpoint: Checkpoint, c: Config, target: Target) -> Layout:
         )
     if not has_head and c.vocab != target.vocab:
         raise BimetalError(f"{checkpoint.path} has no head of its own for its {c.vocab} tokens")
-    fused = at.prefix + ("enc.output_norm.weight" if gguf else "input_norm.weight")
+    fused = tensor.prefix + ("enc.output_norm.weight" if gguf else "input_norm.weight")
     top: Table = {
-        **{f"fc_{i}": Matrix(_fc(checkpoint, c, target, at.prefix, fused, i)) for i in range(n)},
+        **{f"fc_{i}": Matrix(_fc(checkpoint, c, target, tensor.prefix, fused, i)) for i in range(n)},
         **{
-            f"tap_norm_{i}": Vector(at(f"fc_norm.{i}.weight", f"fc_norm.{i}.weight", (target.hidden,)))
+            f"tap_norm_{i}": Vector(tensor(f"fc_norm.{i}.weight", f"fc_norm.{i}.weight", (target.hidden,)))
             for i in range(n * c.norms_taps)
         },
-        "norm": Vector(at("norm.weight", "output_norm.weight", (c.hidden,))),
-        "embed": Matrix(at("embed_tokens.weight", "token_embd.weight", (target.vocab, c.hidden)))
+        "norm": Vector(tensor("norm.weight", "output_norm.weight", (c.hidden,))),
+        "embed": Matrix(tensor("embed_tokens.weight", "token_embd.weight", (target.vocab, c.hidden)))
         if has_embed
         else None,
         "head": Matrix(head("lm_head.weight", "output.weight", (c.vocab, c.hidden))) if has_head else None,
@@ -77,21 +77,21 @@ def _scaled_columns(checkpoint: Checkpoint, name: str, cut: Fix, start: int, wid
     return fix
 
 
-def _layer(c: Config, at: Names) -> Table:
+def _layer(c: Config, tensor: Names) -> Table:
     """Return the weights of the layer, whose q, k and v read the embedding's half and the hidden state's half."""
     H, K, D = c.heads, c.kv_heads, c.head_dim
 
     def half(i: int, hf: str, gguf: str, heads: int, roped: bool) -> Stored:
         fixes = [columns(i * c.hidden, c.hidden)]
-        if roped and at.dialect == "gguf":  # GGUF stores a rope pair as adjacent rows; here a pair is (j, j + D/2)
+        if roped and tensor.dialect == "gguf":  # GGUF stores a rope pair as adjacent rows; here a pair is (j, j + D/2)
             fixes.append(rows(np.arange(heads * D).reshape(heads, D // 2, 2).swapaxes(1, 2).ravel()))
         return Stored(
-            at(hf, gguf, ()).names, (heads * D, c.hidden), composed(*fixes), part_of=(heads * D, 2 * c.hidden)
+            tensor(hf, gguf, ()).names, (heads * D, c.hidden), composed(*fixes), part_of=(heads * D, 2 * c.hidden)
         )
 
     table: dict[str, Matrix | Vector | None] = {
-        "attn_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
-        "hidden_norm": Vector(at("hidden_norm.weight", "attn_norm_2.weight", (c.hidden,))),
+        "attn_norm": Vector(tensor("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
+        "hidden_norm": Vector(tensor("hidden_norm.weight", "attn_norm_2.weight", (c.hidden,))),
     }
     for i, part in enumerate(("embed", "hidden")):
         table[f"q_{part}"] = Matrix(half(i, "self_attn.q_proj.weight", "attn_q.weight", H, True))
@@ -100,9 +100,9 @@ def _layer(c: Config, at: Names) -> Table:
             half(i, "self_attn.v_proj.weight", "attn_v.weight", K, False),
         )
     for name in "qk" if c.norms_heads else "":
-        table[f"{name}_norm"] = Vector(at(f"self_attn.{name}_norm.weight", f"attn_{name}_norm.weight", (D,)))
+        table[f"{name}_norm"] = Vector(tensor(f"self_attn.{name}_norm.weight", f"attn_{name}_norm.weight", (D,)))
     return table | {
-        "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D))),
-        "ffn_norm": Vector(at("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
-        **ffn_weights(at, c.hidden, c.ffn),
+        "o": Matrix(tensor("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D))),
+        "ffn_norm": Vector(tensor("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
+        **ffn_weights(tensor, c.hidden, c.ffn),
     }

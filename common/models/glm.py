@@ -203,52 +203,52 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
 
 def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     dialect = "gguf" if checkpoint.format == "gguf" else "hf"
-    at = Names(dialect, "", checkpoint.tensors)
-    embed = at("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
+    tensor = Names(dialect, "", checkpoint.tensors)
+    embed = tensor("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
     top: Table = {
         "embed": Matrix(embed),
-        "norm": Vector(at("model.norm.weight", "output_norm.weight", (c.hidden,))),
-        "head": head_weight(c, embed, at("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
+        "norm": Vector(tensor("model.norm.weight", "output_norm.weight", (c.hidden,))),
+        "head": head_weight(c, embed, tensor("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
     }
     prefix = "blk." if dialect == "gguf" else "model.layers."
     layers = []
     for i in range(c.layers):
-        at = Names(dialect, f"{prefix}{i}.", checkpoint.tensors)
+        tensor = Names(dialect, f"{prefix}{i}.", checkpoint.tensors)
         weights = partial(ffn_weights, ffn=c.ffn) if i < c.dense_layers else partial(sigmoid_moe_weights, e=c.experts)
-        layers.append({**_attention_weights(c, at), **weights(at, c.hidden, ranks=c.ranks)})
+        layers.append({**_attention_weights(c, tensor), **weights(tensor, c.hidden, ranks=c.ranks)})
     return Layout(top, layers, partial(_ignored, prefix, c.layers))
 
 
-def mtp_weights(c: Config, at: Names) -> Table:
+def mtp_weights(c: Config, tensor: Names) -> Table:
     """Return the layer of a multi-token-prediction block."""
-    return {**_attention_weights(c, at), **sigmoid_moe_weights(at, c.hidden, c.experts, c.ranks)}
+    return {**_attention_weights(c, tensor), **sigmoid_moe_weights(tensor, c.hidden, c.experts, c.ranks)}
 
 
 def check_mtp(checkpoint: Checkpoint) -> None:
     """Accept every layout: all of them store norm weights as they are multiplied."""
 
 
-def _attention_weights(c: Config, at: Names) -> Table:
+def _attention_weights(c: Config, tensor: Names) -> Table:
     H, R, N, P, V = c.heads, c.latent, c.nope_dim, c.rope_dim, c.value_dim
     half_split = np.arange(P).reshape(-1, 2).T.ravel()  # pairs (0, 1), (2, 3), ... to (j, j + P/2)
     q_rows = np.arange(H * (N + P)).reshape(H, N + P)[:, np.r_[:N, N + half_split]].ravel()
-    if at.has("self_attn.kv_b_proj.weight") or at.has("attn_kv_b.weight"):
-        fused = partial(at, "self_attn.kv_b_proj.weight", "attn_kv_b.weight")
+    if tensor.has("self_attn.kv_b_proj.weight") or tensor.has("attn_kv_b.weight"):
+        fused = partial(tensor, "self_attn.kv_b_proj.weight", "attn_kv_b.weight")
         heads = by_rows(c.ranks.of(H * (N + V)))
         k_up = fused((H, R, N), _always(lambda kv: _transposed(_head_rows(kv, H, slice(0, N)))), shard=heads)
         v_up = fused((H, V, R), _always(lambda kv: _head_rows(kv, H, slice(N, N + V))), shard=heads)
         k_up, v_up = (replace(part, part_of=(H * (N + V), R)) for part in (k_up, v_up))
     else:
         heads = by_rows(c.ranks.of(H))
-        k_up = at("self_attn.embed_q.weight", "attn_k_b.weight", (H, R, N), shard=heads)
-        v_up = at("self_attn.unembed_out.weight", "attn_v_b.weight", (H, V, R), shard=heads)
-    kv_down = at(
+        k_up = tensor("self_attn.embed_q.weight", "attn_k_b.weight", (H, R, N), shard=heads)
+        v_up = tensor("self_attn.unembed_out.weight", "attn_v_b.weight", (H, V, R), shard=heads)
+    kv_down = tensor(
         "self_attn.kv_a_proj_with_mqa.weight",
         "attn_kv_a_mqa.weight",
         (R + P, c.hidden),
         _always(rows(np.r_[:R, R + half_split])),
     )
-    q_up = at(
+    q_up = tensor(
         "self_attn.q_b_proj.weight",
         "attn_q_b.weight",
         (H * (N + P), c.q_latent),
@@ -256,22 +256,22 @@ def _attention_weights(c: Config, at: Names) -> Table:
         shard=by_rows(c.ranks.of(H * (N + P))),
     )
     return {
-        "attn_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
-        "down_qkv": Matrix(at("self_attn.q_a_proj.weight", "attn_q_a.weight", (c.q_latent, c.hidden)), kv_down),
-        "q_norm": Vector(at("self_attn.q_a_layernorm.weight", "attn_q_a_norm.weight", (c.q_latent,))),
+        "attn_norm": Vector(tensor("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
+        "down_qkv": Matrix(tensor("self_attn.q_a_proj.weight", "attn_q_a.weight", (c.q_latent, c.hidden)), kv_down),
+        "q_norm": Vector(tensor("self_attn.q_a_layernorm.weight", "attn_q_a_norm.weight", (c.q_latent,))),
         "q_up": Matrix(q_up),
-        "kv_norm": Vector(at("self_attn.kv_a_layernorm.weight", "attn_kv_a_norm.weight", (R,))),
+        "kv_norm": Vector(tensor("self_attn.kv_a_layernorm.weight", "attn_kv_a_norm.weight", (R,))),
         "k_up": Matrix(k_up),
         "v_up": Matrix(v_up),
         "o": Matrix(
-            at(
+            tensor(
                 "self_attn.o_proj.weight",
                 "attn_output.weight",
                 (c.hidden, H * V),
                 shard=by_columns(c.ranks.of(H * V)),
             )
         ),
-        "ffn_norm": Vector(at("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
+        "ffn_norm": Vector(tensor("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
     }
 
 

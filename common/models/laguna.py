@@ -29,7 +29,7 @@ from common.step import State, Step
 from common.storage import KVSpec, LayerSpec
 from common.weights import Layout, Matrix, Names, Table, Vector
 
-WIDE = True  # products inside the experts exceed float16's maximum of 65504
+EXCEEDS_FLOAT16 = True  # products inside the experts exceed float16's maximum of 65504
 # YaRN's factor and original context in XS-2.1, whose GGUF states 1 where its config.json states the derived 1.3466.
 XS_2_1 = (32, 8192)
 KINDS = ("full_attention", "sliding_attention")
@@ -241,18 +241,18 @@ def _gate_per_channel(checkpoint: Checkpoint, name: str, heads: int, head_dim: i
 
 def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     dialect, prefix = ("gguf", "") if checkpoint.format == "gguf" else ("hf", _prefix(checkpoint))
-    at = Names(dialect, prefix, checkpoint.tensors)
-    embed = at("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
+    tensor = Names(dialect, prefix, checkpoint.tensors)
+    embed = tensor("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
     top: Table = {
         "embed": Matrix(embed),
-        "norm": Vector(at("model.norm.weight", "output_norm.weight", (c.hidden,))),
-        "head": head_weight(c, embed, at("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
+        "norm": Vector(tensor("model.norm.weight", "output_norm.weight", (c.hidden,))),
+        "head": head_weight(c, embed, tensor("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
     }
     layers = []
     for i, heads in enumerate(c.heads):
-        at = Names(dialect, f"blk.{i}." if dialect == "gguf" else f"{prefix}model.layers.{i}.", checkpoint.tensors)
+        tensor = Names(dialect, f"blk.{i}." if dialect == "gguf" else f"{prefix}model.layers.{i}.", checkpoint.tensors)
         weights = partial(sigmoid_moe_weights, e=c.experts) if c.is_sparse[i] else partial(ffn_weights, ffn=c.ffn)
-        layers.append({**_attention_weights(c, at, heads), **weights(at, c.hidden, ranks=c.ranks)})
+        layers.append({**_attention_weights(c, tensor, heads), **weights(tensor, c.hidden, ranks=c.ranks)})
     return Layout(top, layers, lambda name: None)
 
 
@@ -262,24 +262,24 @@ def _prefix(checkpoint: Checkpoint) -> str:
     return "language_model." if wrapped else ""
 
 
-def _attention_weights(c: Config, at: Names, heads: int) -> Table:
+def _attention_weights(c: Config, tensor: Names, heads: int) -> Table:
     K, D = c.kv_heads, c.head_dim
     gates = heads * D if c.gate_per_channel else heads
     q_rows, kv_rows, gate_rows = c.ranks.of(heads * D), c.kv_ranks.of(K * D), c.ranks.of(gates)
     return {
-        "attn_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
+        "attn_norm": Vector(tensor("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
         "qkgv": Matrix(  # values last, often of a wider type: adjacent matrices of one type are one product
-            at("self_attn.q_proj.weight", "attn_q.weight", (heads * D, c.hidden), shard=by_rows(q_rows)),
-            at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden), shard=by_rows(kv_rows)),
-            at("self_attn.g_proj.weight", "attn_gate.weight", (gates, c.hidden), shard=by_rows(gate_rows)),
-            at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden), shard=by_rows(kv_rows)),
+            tensor("self_attn.q_proj.weight", "attn_q.weight", (heads * D, c.hidden), shard=by_rows(q_rows)),
+            tensor("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden), shard=by_rows(kv_rows)),
+            tensor("self_attn.g_proj.weight", "attn_gate.weight", (gates, c.hidden), shard=by_rows(gate_rows)),
+            tensor("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden), shard=by_rows(kv_rows)),
         ),
         "o": Matrix(
-            at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, heads * D), shard=by_columns(q_rows))
+            tensor("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, heads * D), shard=by_columns(q_rows))
         ),
-        "q_norm": Vector(at("self_attn.q_norm.weight", "attn_q_norm.weight", (D,))),
-        "k_norm": Vector(at("self_attn.k_norm.weight", "attn_k_norm.weight", (D,))),
-        "ffn_norm": Vector(at("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
+        "q_norm": Vector(tensor("self_attn.q_norm.weight", "attn_q_norm.weight", (D,))),
+        "k_norm": Vector(tensor("self_attn.k_norm.weight", "attn_k_norm.weight", (D,))),
+        "ffn_norm": Vector(tensor("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
     }
 
 

@@ -128,22 +128,19 @@ def _gguf_mask_id(checkpoint: Checkpoint, keys: Keys) -> int:
 
 def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     dialect = "gguf" if checkpoint.format == "gguf" else "hf"
-
-    def at(prefix: str) -> Names:
-        return Names(dialect, prefix, checkpoint.tensors)
-
-    name = at("")
-    embed = name("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
+    tensor = Names(dialect, "", checkpoint.tensors)
+    embed = tensor("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
     top: Table = {
         "embed": Matrix(embed),
-        "norm": Vector(name("model.norm.weight", "output_norm.weight", (c.hidden,))),
-        "head": head_weight(c, embed, name("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
+        "norm": Vector(tensor("model.norm.weight", "output_norm.weight", (c.hidden,))),
+        "head": head_weight(c, embed, tensor("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
     }
     prefix = "blk.{}." if dialect == "gguf" else "model.layers.{}."
-    return Layout(top, [_layer_weights(c, at(prefix.format(i))) for i in range(c.layers)], _ignored)
+    names = [Names(dialect, prefix.format(i), checkpoint.tensors) for i in range(c.layers)]
+    return Layout(top, [_layer_weights(c, tensor) for tensor in names], _ignored)
 
 
-def _layer_weights(c: Config, at: Names) -> Table:
+def _layer_weights(c: Config, tensor: Names) -> Table:
     H, K, D = c.heads, c.kv_heads, c.head_dim
     heads, kv_heads = c.ranks.of(H * D), c.kv_ranks.of(K * D)
 
@@ -154,19 +151,23 @@ def _layer_weights(c: Config, at: Names) -> Table:
         return {"gguf": rows(np.arange(heads * D).reshape(heads, D // 2, 2).swapaxes(1, 2).ravel())}
 
     table: dict[str, Matrix | Vector | None] = {
-        "attn_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
+        "attn_norm": Vector(tensor("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
         "qkv": Matrix(
-            at("self_attn.q_proj.weight", "attn_q.weight", (H * D, c.hidden), half_split(H), shard=by_rows(heads)),
-            at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden), half_split(K), shard=by_rows(kv_heads)),
-            at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden), shard=by_rows(kv_heads)),
+            tensor("self_attn.q_proj.weight", "attn_q.weight", (H * D, c.hidden), half_split(H), shard=by_rows(heads)),
+            tensor(
+                "self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden), half_split(K), shard=by_rows(kv_heads)
+            ),
+            tensor("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden), shard=by_rows(kv_heads)),
         ),
-        "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D), shard=by_columns(heads))),
-        "ffn_norm": Vector(at("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
-        **ffn_weights(at, c.hidden, c.ffn, c.ranks),
+        "o": Matrix(
+            tensor("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D), shard=by_columns(heads))
+        ),
+        "ffn_norm": Vector(tensor("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
+        **ffn_weights(tensor, c.hidden, c.ffn, c.ranks),
     }
     if c.norms_heads:
-        table["q_norm"] = Vector(at("self_attn.q_norm.weight", "attn_q_norm.weight", (D,)))
-        table["k_norm"] = Vector(at("self_attn.k_norm.weight", "attn_k_norm.weight", (D,)))
+        table["q_norm"] = Vector(tensor("self_attn.q_norm.weight", "attn_q_norm.weight", (D,)))
+        table["k_norm"] = Vector(tensor("self_attn.k_norm.weight", "attn_k_norm.weight", (D,)))
     return table
 
 

@@ -71,8 +71,8 @@ def refuse_block(checkpoint: Checkpoint) -> None:
     if not blocks_of(checkpoint, definition, c):
         return
     layers = len(definition.state_spec(c))
-    at = f"blk.{layers}." if checkpoint.format == "gguf" else _prefix(checkpoint, definition.MTP, layers) or ""
-    if all(name.startswith(at) for name in checkpoint.tensors):
+    prefix = f"blk.{layers}." if checkpoint.format == "gguf" else _prefix(checkpoint, definition.MTP, layers) or ""
+    if all(name.startswith(prefix) for name in checkpoint.tensors):
         raise BimetalError(
             f"{checkpoint.path} is a draft, a multi-token-prediction block; name its model, and this as the draft"
         )
@@ -91,36 +91,36 @@ def layout(checkpoint: Checkpoint, name: str, c: Any) -> Layout:
         raise BimetalError(f"{checkpoint.path} has {has}")
     layers = len(definition.state_spec(c))
     if checkpoint.format == "gguf":
-        at, names = Names("gguf", f"blk.{layers}.", checkpoint.tensors), GGUF_NAMES
+        tensor, names = Names("gguf", f"blk.{layers}.", checkpoint.tensors), GGUF_NAMES
     else:
         definition.check_mtp(checkpoint)
         names = definition.MTP
-        at = Names("hf", _prefix(checkpoint, names, layers) or "", checkpoint.tensors)
-    table = definition.mtp_weights(c, Names(at.dialect, at.prefix + names.layer, checkpoint.tensors))
-    own = lambda name: None if name.startswith(at.prefix) else "of the target"  # noqa: E731
-    return Layout(_around(at, names, c, definition.NORM_FIX), [table], own)
+        tensor = Names("hf", _prefix(checkpoint, names, layers) or "", checkpoint.tensors)
+    table = definition.mtp_weights(c, Names(tensor.dialect, tensor.prefix + names.layer, checkpoint.tensors))
+    own = lambda name: None if name.startswith(tensor.prefix) else "of the target"  # noqa: E731
+    return Layout(_around(tensor, names, c, definition.NORM_FIX), [table], own)
 
 
-def _around(at: Names, names: MtpNames, c: Any, fix: Any) -> Table:
+def _around(tensor: Names, names: MtpNames, c: Any, fix: Any) -> Table:
     """Return the weights of the block beside those of a layer."""
 
     def norm(name: str) -> Vector:
-        return Vector(at(name, name, (c.hidden,), fix))
+        return Vector(tensor(name, name, (c.hidden,), fix))
 
     def half(start: int) -> Matrix:
         """Select half of the matrix over embedding and hidden state, in that order."""
         whole, cut = (c.hidden, 2 * c.hidden), columns(start, c.hidden)
-        return Matrix(Stored((at.prefix + names.fc,), (c.hidden, c.hidden), cut, part_of=whole))
+        return Matrix(Stored((tensor.prefix + names.fc,), (c.hidden, c.hidden), cut, part_of=whole))
 
     def own(name: str) -> Matrix | None:
-        return Matrix(at(name, name, (c.vocab, c.hidden))) if at.has(name) else None
+        return Matrix(tensor(name, name, (c.vocab, c.hidden))) if tensor.has(name) else None
 
     return {
         "of_embedding": half(0),
         "of_hidden": half(c.hidden),
         "embedding_norm": norm(names.embedding_norm),
         "hidden_norm": norm(names.hidden_norm),
-        "last_norm": norm(names.norm) if at.dialect == "hf" or at.has(names.norm) else None,
+        "last_norm": norm(names.norm) if tensor.dialect == "hf" or tensor.has(names.norm) else None,
         "embed": own(names.embed),
         "head": own(names.head),
     }

@@ -23,12 +23,12 @@ from common.storage import LayerSpec
 class Pass(NamedTuple):
     """A pass of a draft over rows that follow the state of one sequence.
 
-    given      argument of `Pair.run_pass`
+    inputs     argument of `Pair.run_pass`
     positions  number of positions after the newest token whose logits are used
     k          number of most probable tokens of each position that the host reads; 0: the result stays on the device
     """
 
-    given: Any
+    inputs: Any
     positions: int
     k: int
 
@@ -112,15 +112,15 @@ class Pair(Model):
         """
 
     @abstractmethod
-    def pass_step(self, given: Any, length: int) -> Step:
+    def pass_step(self, inputs: Any, length: int) -> Step:
         """Return the step of a pass after `length` committed tokens."""
 
     @abstractmethod
-    def propose(self, state: State, given: Any) -> Array:
+    def propose(self, state: State, inputs: Any) -> Array:
         """Compute logits (n, vocab) of the draft's tokens after the newest token; commits nothing."""
 
     @abstractmethod
-    def run_pass(self, state: State, given: Any) -> Any:
+    def run_pass(self, state: State, inputs: Any) -> Any:
         """Compute a pass; more rows may follow those of draft tokens, and more arrays may come with the logits."""
 
     @property
@@ -136,13 +136,13 @@ class Pair(Model):
     def rows_of_each(self, number: int, rows: int) -> slice:
         """Return the slice of the result of `propose_each` that belongs to sequence `number`, counted from 0."""
 
-    def found(self, passed: Any, asked: Pass) -> Any:
+    def found(self, passed: Any, request: Pass) -> Any:
         """Read the requested results of a pass: ids and log-probabilities, (n, k) each; or return its rows."""
-        if asked.k:
-            return self.ops.read_all(*self.ops.top_k(passed[: asked.positions], asked.k))
+        if request.k:
+            return self.ops.read_all(*self.ops.top_k(passed[: request.positions], request.k))
         if isinstance(passed, tuple):
-            return tuple(part[: asked.positions] for part in passed)
-        return passed[: asked.positions]
+            return tuple(part[: request.positions] for part in passed)
+        return passed[: request.positions]
 
     def drafted(
         self, state: State, token: int, k: int, depth: int, coupling: Coupling | None = None
@@ -151,11 +151,11 @@ class Pair(Model):
         drafting, found = self.drafting(token, k, depth, coupling), None
         while True:
             try:
-                asked = drafting.send(found)
+                request = drafting.send(found)
             except StopIteration as done:
                 answer: tuple[np.ndarray, ...] = done.value
                 return answer
-            found = self.found(self.run_pass(state, asked.given), asked)
+            found = self.found(self.run_pass(state, request.inputs), request)
 
     def ranked(
         self, ids: np.ndarray, logp: np.ndarray, k: int, coupling: Coupling | None, at: int = 0

@@ -57,18 +57,20 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     }
     layers = []
     for i, is_attention in enumerate(c.is_attention):
-        at = Names(dialect, f"blk.{i}." if dialect == "gguf" else f"{prefix}layers.{i}.", checkpoint.tensors)
-        layers.append(_layer_weights(c, at, is_attention))
+        tensor = Names(dialect, f"blk.{i}." if dialect == "gguf" else f"{prefix}layers.{i}.", checkpoint.tensors)
+        layers.append(_layer_weights(c, tensor, is_attention))
     return Layout(top, layers, partial(_ignored, dialect, len(c.is_attention)))
 
 
-def _layer_weights(c: Config, at: Names, is_attention: bool) -> Table:
-    post_norm = "ffn_norm.weight" if at.has("ffn_norm.weight") else "post_attention_norm.weight"  # two writers' names
+def _layer_weights(c: Config, tensor: Names, is_attention: bool) -> Table:
+    post_norm = (
+        "ffn_norm.weight" if tensor.has("ffn_norm.weight") else "post_attention_norm.weight"
+    )  # two writers' names
     return {
-        "mixer_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,), NORM_FIX)),
-        **(_attention_weights(c, at) if is_attention else _delta_weights(c, at)),
-        "ffn_norm": Vector(at("post_attention_layernorm.weight", post_norm, (c.hidden,), NORM_FIX)),
-        **(_moe_weights(c, at) if c.experts else ffn_weights(at, c.hidden, c.ffn, c.ranks)),
+        "mixer_norm": Vector(tensor("input_layernorm.weight", "attn_norm.weight", (c.hidden,), NORM_FIX)),
+        **(_attention_weights(c, tensor) if is_attention else _delta_weights(c, tensor)),
+        "ffn_norm": Vector(tensor("post_attention_layernorm.weight", post_norm, (c.hidden,), NORM_FIX)),
+        **(_moe_weights(c, tensor) if c.experts else ffn_weights(tensor, c.hidden, c.ffn, c.ranks)),
     }
 
 
@@ -88,26 +90,26 @@ def _dialect(checkpoint: Checkpoint) -> tuple[str, str]:
     )
 
 
-def _attention_weights(c: Config, at: Names) -> Table:
+def _attention_weights(c: Config, tensor: Names) -> Table:
     H, K, D = c.heads, c.kv_heads, c.head_dim
     q, kv = c.ranks.of(2 * H * D), c.kv_ranks.of(K * D)  # per head: D rows of q, then D of the gate
     parts: tuple[Stored, ...] = (
-        at("self_attn.q_proj.weight", "attn_q.weight", (2 * H * D, c.hidden), shard=by_rows(q)),
-        at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden), shard=by_rows(kv)),
-        at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden), shard=by_rows(kv)),
+        tensor("self_attn.q_proj.weight", "attn_q.weight", (2 * H * D, c.hidden), shard=by_rows(q)),
+        tensor("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden), shard=by_rows(kv)),
+        tensor("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden), shard=by_rows(kv)),
     )
-    if at.dialect == "gguf" and at.has("attn_qkv.weight"):  # some writers fuse the three
-        parts = (at("", "attn_qkv.weight", ((2 * H + 2 * K) * D, c.hidden), shard=by_rows(q, kv, kv)),)
+    if tensor.dialect == "gguf" and tensor.has("attn_qkv.weight"):  # some writers fuse the three
+        parts = (tensor("", "attn_qkv.weight", ((2 * H + 2 * K) * D, c.hidden), shard=by_rows(q, kv, kv)),)
     of_heads = by_columns(c.ranks.of(H * D))
     return {
         "qkv": Matrix(*parts),
-        "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D), shard=of_heads)),
-        "q_norm": Vector(at("self_attn.q_norm.weight", "attn_q_norm.weight", (D,), NORM_FIX)),
-        "k_norm": Vector(at("self_attn.k_norm.weight", "attn_k_norm.weight", (D,), NORM_FIX)),
+        "o": Matrix(tensor("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D), shard=of_heads)),
+        "q_norm": Vector(tensor("self_attn.q_norm.weight", "attn_q_norm.weight", (D,), NORM_FIX)),
+        "k_norm": Vector(tensor("self_attn.k_norm.weight", "attn_k_norm.weight", (D,), NORM_FIX)),
     }
 
 
-def _delta_weights(c: Config, at: Names) -> Table:
+def _delta_weights(c: Config, tensor: Names) -> Table:
     keys, values = c.key_heads * c.key_dim, c.value_heads * c.value_dim
     channels = 2 * keys + values
     repeats = c.value_heads // c.key_heads
@@ -117,7 +119,7 @@ def _delta_weights(c: Config, at: Names) -> Table:
 
     def of_values(width: int) -> list[Segment]:
         """Select this rank's value heads, `width` rows each, in the file's order: grouped by key head, or tiled."""
-        if at.dialect == "gguf":
+        if tensor.dialect == "gguf":
             return [c.ranks.of(c.key_heads * width)] * repeats
         return [c.ranks.of(c.value_heads * width)]
 
@@ -136,23 +138,25 @@ def _delta_weights(c: Config, at: Names) -> Table:
     heads, H = (c.value_heads,), (c.value_heads, c.hidden)
     return {
         "qkvzba": Matrix(
-            at(
+            tensor(
                 "linear_attn.in_proj_qkv.weight",
                 "attn_qkv.weight",
                 (channels, c.hidden),
                 grouped(rows(qkv_rows)),
                 shard=qkv_shard,
             ),
-            at("linear_attn.in_proj_z.weight", "attn_gate.weight", (values, c.hidden), by_value, shard=value_shard),
-            at("linear_attn.in_proj_b.weight", "ssm_beta.weight", H, by_head, shard=head_shard),
-            at("linear_attn.in_proj_a.weight", "ssm_alpha.weight", H, by_head, shard=head_shard),
+            tensor("linear_attn.in_proj_z.weight", "attn_gate.weight", (values, c.hidden), by_value, shard=value_shard),
+            tensor("linear_attn.in_proj_b.weight", "ssm_beta.weight", H, by_head, shard=head_shard),
+            tensor("linear_attn.in_proj_a.weight", "ssm_alpha.weight", H, by_head, shard=head_shard),
         ),
-        "taps": Vector(at("linear_attn.conv1d.weight", "ssm_conv1d.weight", (channels, c.taps), taps, shard=qkv_shard)),
-        "decay": Vector(at("linear_attn.A_log", "ssm_a", heads, grouped(decay), shard=head_shard)),
-        "dt_bias": Vector(at("linear_attn.dt_bias", "ssm_dt.bias", heads, by_head, shard=head_shard)),
-        "delta_norm": Vector(at("linear_attn.norm.weight", "ssm_norm.weight", (c.value_dim,))),  # never around 0
+        "taps": Vector(
+            tensor("linear_attn.conv1d.weight", "ssm_conv1d.weight", (channels, c.taps), taps, shard=qkv_shard)
+        ),
+        "decay": Vector(tensor("linear_attn.A_log", "ssm_a", heads, grouped(decay), shard=head_shard)),
+        "dt_bias": Vector(tensor("linear_attn.dt_bias", "ssm_dt.bias", heads, by_head, shard=head_shard)),
+        "delta_norm": Vector(tensor("linear_attn.norm.weight", "ssm_norm.weight", (c.value_dim,))),  # never around 0
         "out": Matrix(
-            at(
+            tensor(
                 "linear_attn.out_proj.weight",
                 "ssm_out.weight",
                 (c.hidden, values),
@@ -163,9 +167,9 @@ def _delta_weights(c: Config, at: Names) -> Table:
     }
 
 
-def mtp_weights(c: Config, at: Names) -> Table:
+def mtp_weights(c: Config, tensor: Names) -> Table:
     """Return the layer of a multi-token-prediction block: one that attends."""
-    return _layer_weights(c, at, is_attention=True)
+    return _layer_weights(c, tensor, is_attention=True)
 
 
 def check_mtp(checkpoint: Checkpoint) -> None:
@@ -179,20 +183,20 @@ def check_mtp(checkpoint: Checkpoint) -> None:
         )
 
 
-def _moe_weights(c: Config, at: Names) -> Table:
+def _moe_weights(c: Config, tensor: Names) -> Table:
     assert c.experts
     E, F, S = c.experts.count, c.experts.ffn, c.experts.shared_ffn
     channels, shared = c.ranks.of(F), c.ranks.of(S)
 
     def experts(hf: str, gguf: str, shape: tuple[int, ...], shard: Shard | None) -> Stored:
         """Name experts: a stacked tensor, in newer Hugging Face files one per expert; quantized stacks as mlx-lm's."""
-        if at.has(module := f"mlp.switch_mlp.{hf}.weight"):
-            return Stored((at.prefix + module,), shape, shard=shard)
-        if at.dialect == "hf" and not at.has(f"mlp.experts.{hf}"):
-            return Stored(tuple(f"{at.prefix}mlp.experts.{e}.{hf}.weight" for e in range(E)), shape, shard=shard)
-        return at(f"mlp.experts.{hf}", gguf, shape, shard=shard)
+        if tensor.has(module := f"mlp.switch_mlp.{hf}.weight"):
+            return Stored((tensor.prefix + module,), shape, shard=shard)
+        if tensor.dialect == "hf" and not tensor.has(f"mlp.experts.{hf}"):
+            return Stored(tuple(f"{tensor.prefix}mlp.experts.{e}.{hf}.weight" for e in range(E)), shape, shard=shard)
+        return tensor(f"mlp.experts.{hf}", gguf, shape, shard=shard)
 
-    if at.has("mlp.experts.gate_up_proj") or at.has("ffn_gate_up_exps.weight"):
+    if tensor.has("mlp.experts.gate_up_proj") or tensor.has("ffn_gate_up_exps.weight"):
         both = by_expert_rows(channels, channels)
         gate_up = ExpertMatrix(experts("gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, c.hidden), both))
     else:
@@ -201,24 +205,24 @@ def _moe_weights(c: Config, at: Names) -> Table:
             experts("up_proj", "ffn_up_exps.weight", (E, F, c.hidden), by_expert_rows(channels)),
         )
     return {
-        "router": Matrix(at("mlp.gate.weight", "ffn_gate_inp.weight", (E, c.hidden))),
+        "router": Matrix(tensor("mlp.gate.weight", "ffn_gate_inp.weight", (E, c.hidden))),
         "experts_gate_up": gate_up,
         "experts_down": ExpertMatrix(
             experts("down_proj", "ffn_down_exps.weight", (E, c.hidden, F), by_columns(channels))
         ),
         "gate_up": Matrix(
-            at("mlp.shared_expert.gate_proj.weight", "ffn_gate_shexp.weight", (S, c.hidden), shard=by_rows(shared)),
-            at("mlp.shared_expert.up_proj.weight", "ffn_up_shexp.weight", (S, c.hidden), shard=by_rows(shared)),
+            tensor("mlp.shared_expert.gate_proj.weight", "ffn_gate_shexp.weight", (S, c.hidden), shard=by_rows(shared)),
+            tensor("mlp.shared_expert.up_proj.weight", "ffn_up_shexp.weight", (S, c.hidden), shard=by_rows(shared)),
         ),
         "down": Matrix(
-            at(
+            tensor(
                 "mlp.shared_expert.down_proj.weight",
                 "ffn_down_shexp.weight",
                 (c.hidden, S),
                 shard=by_columns(shared),
             )
         ),
-        "shared_gate": Matrix(at("mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp.weight", (1, c.hidden))),
+        "shared_gate": Matrix(tensor("mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp.weight", (1, c.hidden))),
     }
 
 

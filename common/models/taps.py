@@ -9,11 +9,11 @@ from common.step import State, Step
 
 
 class Tap:
-    """The ops of a backend that also keep the output of some layers, in `taken` by layer."""
+    """The ops of a backend that also keep the output of some layers, in `outputs` by layer."""
 
     def __init__(self, ops: Ops, layers: Sequence[int]):
         self._ops, self._layers = ops, layers
-        self.taken: dict[int, Array] = {}
+        self.outputs: dict[int, Array] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
@@ -21,7 +21,7 @@ class Tap:
     def scope(self, layer: int, block: Any, x: Array) -> Array:
         x = self._ops.scope(layer, block, x)
         if layer in self._layers:
-            self.taken[layer] = self._ops.keep(x)
+            self.outputs[layer] = self._ops.keep(x)
         return x
 
 
@@ -33,4 +33,4 @@ def tapped(
     last = len(model.weights.layers) - 1
     every = slice(None) if last in taps else rows  # a model may compute its last layer for some rows only
     out = model.definition.forward(tap, model.config, model.weights, state, step, every, layers)
-    return out[rows] if last in taps and last in layers else out, tap.taken
+    return out[rows] if last in taps and last in layers else out, tap.outputs

@@ -17,18 +17,19 @@ class Pages:
 
     A page is zeroed when a sequence takes it, because attention multiplies masked rows after the last row by 0.
 
-    count   number of pages
-    vacant  slots without a sequence, a list that the pool updates; their pages can be freed
-    most    largest number of rows of a sequence
-    table   address of the page numbers, int32 [slots][pages of a whole context]; captured graphs read it
-    held    number of pages of each slot, which are the first entries of its part of the table
-    free    numbers of the pages that no slot holds
+    count           number of pages
+    vacant          slots without a sequence, a list that the pool updates; their pages can be freed
+    max_rows        largest number of rows of a sequence
+    pages_per_slot  pages of a sequence of that size
+    table           address of the page numbers, int32 [slots][pages of a whole context]; captured graphs read it
+    held            number of pages of each slot, which are the first entries of its part of the table
+    free            numbers of the pages that no slot holds
     """
 
     def __init__(self, slots: int, capacity: int, count: int, vacant: Sequence[int], stream: Stream):
         self.count, self.vacant, self.stream = count, vacant, stream
-        self.most, self.each = rows_held(capacity), pages_of(capacity)
-        self._numbers = np.zeros((slots, self.each), np.int32)
+        self.max_rows, self.pages_per_slot = rows_held(capacity), pages_of(capacity)
+        self._numbers = np.zeros((slots, self.pages_per_slot), np.int32)
         self._memory = zeros(self._numbers.nbytes, stream)
         self.table = self._memory.address
         self.held, self.free = [0] * slots, list(range(count - 1, -1, -1))
@@ -39,7 +40,7 @@ class Pages:
         block = page_bytes(shape)
         memory = Memory(self.count * block, self.stream)
         self._stores.append((memory.address, block))
-        return memory, pages_at(memory.address, shape, self.table, self.each)
+        return memory, pages_at(memory.address, shape, self.table, self.pages_per_slot)
 
     def hold_runs(self, runs: Iterable[Run], lengths: Sequence[int]) -> None:
         """Take pages for the rows of a step after committed positions; raises NoRoomError as `hold` does."""
@@ -49,9 +50,9 @@ class Pages:
             self.hold(needs)
 
     def hold(self, needs: Sequence[tuple[int, int]]) -> None:
-        """Take pages for so many positions of each slot; raises NoRoomError, and takes none, if too few are free."""
+        """Take pages until each (slot, positions) of `needs` fits; none, with NoRoomError, if too few are free."""
         held = self.held
-        missing = [(slot, -(-min(positions, self.most) // PAGE) - held[slot]) for slot, positions in needs]
+        missing = [(slot, -(-min(positions, self.max_rows) // PAGE) - held[slot]) for slot, positions in needs]
         missing = [(slot, more) for slot, more in missing if more > 0]
         if not missing:
             return
@@ -66,12 +67,16 @@ class Pages:
         for slot, more in missing:
             self._take(slot, more)
 
-    def _take(self, slot: int, more: int) -> None:
+    def _take(self, slot: int, count: int) -> None:
         first = self.held[slot]
-        taken = [self.free.pop() for _ in range(more)]
-        self._numbers[slot, first : first + more] = taken
-        self.held[slot] += more
-        copy_in(self.table + 4 * (slot * self.each + first), self._numbers[slot, first : first + more], self.stream)
+        taken = [self.free.pop() for _ in range(count)]
+        self._numbers[slot, first : first + count] = taken
+        self.held[slot] += count
+        copy_in(
+            self.table + 4 * (slot * self.pages_per_slot + first),
+            self._numbers[slot, first : first + count],
+            self.stream,
+        )
         for address, block in self._stores:
             for page in taken:
                 cupy.cuda.runtime.memsetAsync(address + page * block, 0, block, self.stream.ptr)

@@ -174,28 +174,30 @@ def move_path(planes: Planes, past: int, path: Sequence[int], stream: Stream) ->
         copy_rows(dense, 0, planes, past, n, stream)
 
 
-def copy_rows(source: Planes, first: int, to: Planes, to_first: int, n: int, stream: Stream, path: int = 0) -> None:
-    """Copy n rows of every head from `source` to `to`: position first + path[j] (or first + j) to to_first + j.
+def copy_rows(
+    source: Planes, first: int, target: Planes, target_first: int, count: int, stream: Stream, path: int = 0
+) -> None:
+    """Copy rows of every head: position first + path[j] (or first + j) of `source` to target_first + j of `target`.
 
-    path  address of int32 (n,) on the device; 0: none
+    path  address of int32 (count,) on the device; 0: none
     """
     unit = next(u for u in (16, 8, 4, 2) if all(plane.row_bytes % u == 0 for plane in source))
     heads = [plane.heads for plane in source]
     kernel("copy_rows", "copy_rows", (f"UNIT={unit}",))(
-        (sum(heads), 1 if source == to else min(n, 64)),
+        (sum(heads), 1 if source == target else min(count, 64)),
         (max(plane.row_bytes for plane in source) // unit,),
         (
             source[0].record,
             source[-1].record,
             0,
             first,
-            to[0].record,
-            to[-1].record,
+            target[0].record,
+            target[-1].record,
             0,
-            to_first,
+            target_first,
             heads[0],
             path,
-            n,
+            count,
         ),
         stream=stream,
     )
@@ -207,9 +209,9 @@ def zeros(nbytes: int, stream: Stream) -> Memory:
     return memory
 
 
-def copy(to: int, source: int, nbytes: int, stream: Stream) -> None:
+def copy(target: int, source: int, nbytes: int, stream: Stream) -> None:
     runtime = cupy.cuda.runtime
-    runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDeviceToDevice, stream.ptr)
+    runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToDevice, stream.ptr)
 
 
 # -- rows on the host --------------------------------------------------------------------------------------------------

@@ -93,20 +93,23 @@ Kinds = Sequence[tuple[Any, Any]]  # for each layer, Conv or Delta, and its spec
 class Pair:
     """The two recurrent states of one sequence.
 
-    current  the state of all committed rows except `path`
-    path     committed rows that are still to be applied, rows of the step that filled the store `at`
-    step     the rows that may be committed, which the store `left` holds; the state `next` has the path applied
-    whole    whether that step is kept whole or not at all: its rows are in no store, and `next` has them applied
-    empty    nothing was committed: the current state is zeros
+    current     number of the state of all committed rows except those of `path`
+    path        committed rows that are still to be applied
+    path_store  the store that holds the rows of `path`
+    step        rows that may be committed next
+    step_store  the store that holds the rows of `step`
+    next        number of the state to which the last step applied `path`
+    is_whole    whether `step` is committed whole or not at all: no store has its rows, which `next` has applied
+    empty       whether nothing was committed: the current state is zeros
     """
 
     current: int = 0
     path: Sequence[int] = ()
-    at: int = 0
+    path_store: int = 0
     step: Run | None = None
-    left: int = 0
+    step_store: int = 0
     next: int = 0
-    whole: bool = False
+    is_whole: bool = False
     empty: bool = True
 
 
@@ -139,7 +142,7 @@ class Recurrent:
         self.rows = zeros(rows_bytes(kinds, batches), stream)
 
     def layers(self) -> list[Conv | Delta]:
-        """Return each layer's, which hold this one; not held here, so that the memory goes with the last of them."""
+        """Return the states of each layer; they hold this object, which does not hold them, so that memory is freed."""
         layers: list[Conv | Delta] = []
         at, row_at, batches = self.memory.address, self.rows.address, self.batches
         for layer, spec in self.kinds:
@@ -164,16 +167,16 @@ class Recurrent:
         else:
             if self.batches > 1:
                 self._choose_store(runs)
-            elif any([pair.path and pair.at == self.newest for pair in self.pairs]):
+            elif any([pair.path and pair.path_store == self.newest for pair in self.pairs]):
                 self.newest = 1 - self.newest
             newest = self.newest
-            self.apply([i for i, pair in enumerate(self.pairs) if pair.path and pair.at == newest])
+            self.apply([i for i, pair in enumerate(self.pairs) if pair.path and pair.path_store == newest])
             for pair in self.pairs:
-                if pair.left == newest and not pair.whole:
+                if pair.step_store == newest and not pair.is_whole:
                     pair.step = None
         for run in runs:
             pair = self.pairs[run.slot]
-            pair.step, pair.left, pair.next, pair.whole = run, self.newest, 1 - pair.current, whole
+            pair.step, pair.step_store, pair.next, pair.is_whole = run, self.newest, 1 - pair.current, whole
 
     def _choose_store(self, runs: Sequence[Run]) -> None:
         """Choose the store that a step fills so that few paths, of any sequence, must be applied before.
@@ -183,12 +186,12 @@ class Recurrent:
         """
         mine, last = {run.slot for run in runs}, self._stores[-(self.batches - 1) :]
         open_steps = {
-            pair.left
+            pair.step_store
             for slot, pair in enumerate(self.pairs)
-            if slot not in mine and pair.step is not None and not pair.whole and pair.left in last
+            if slot not in mine and pair.step is not None and not pair.is_whole and pair.step_store in last
         }
-        own = [self.pairs[run.slot].at for run in runs if len(self.pairs[run.slot].path)]
-        held = [pair.at for pair in self.pairs if len(pair.path)]
+        own = [self.pairs[run.slot].path_store for run in runs if len(self.pairs[run.slot].path)]
+        held = [pair.path_store for pair in self.pairs if len(pair.path)]
 
         def applied(store: int) -> tuple[bool, int, int]:
             moved = len(own) - own.count(store) - own.count(1 - store)
@@ -200,8 +203,8 @@ class Recurrent:
         moved: dict[int, list[int]] = {}
         for slot in sorted(mine):
             pair = self.pairs[slot]
-            if len(pair.path) and pair.at not in (self.newest, 1 - self.newest):
-                moved.setdefault(pair.at, []).append(slot)
+            if len(pair.path) and pair.path_store not in (self.newest, 1 - self.newest):
+                moved.setdefault(pair.path_store, []).append(slot)
         for slots in moved.values():
             self.apply(slots)
 
@@ -224,10 +227,10 @@ class Recurrent:
         _, first, rows = pair.step or NO_RUN
         if min(path) < 0 or max(path) >= rows:
             raise ValueError(f"commit of rows {path} of a step of {rows}")
-        if pair.whole and path != list(range(rows)):
+        if pair.is_whole and path != list(range(rows)):
             raise ValueError(NOT_IN_PART.format(rows))
-        pair.path = () if pair.whole else [first + row for row in path]
-        pair.current, pair.at, pair.step, pair.empty = pair.next, pair.left, None, False
+        pair.path = () if pair.is_whole else [first + row for row in path]
+        pair.current, pair.path_store, pair.step, pair.empty = pair.next, pair.step_store, None, False
 
     def apply(self, slots: Sequence[int]) -> None:
         """Apply the paths of `slots`, whose rows lie in one store, as the next step would."""
@@ -236,7 +239,7 @@ class Recurrent:
         self.apply_paths(self, slots)
         for pair in (self.pairs[slot] for slot in slots):
             pair.current, pair.path = 1 - pair.current, ()
-            if pair.whole:
+            if pair.is_whole:
                 pair.step = None  # the state of this step has been overwritten
 
     def snapshot(self, slot: int) -> Any:

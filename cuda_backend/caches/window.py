@@ -1,7 +1,7 @@
 """Keys and values of attention layers with a window: the first positions (sinks), and a ring of the latest ones.
 
-A prefill step has more rows than the ring. It attends to a larger copy of the ring, and writes to `after` the contents
-that the ring gets when the step is committed.
+A prefill step has more rows than the ring. It attends to a larger copy of the ring, and writes to `rows_after` what the
+ring contains once the step is committed.
 """
 
 from collections.abc import Sequence
@@ -47,8 +47,8 @@ class WindowStore(KVStore):
         super().__init__(spec, layers, slots)
         self.window, self.is_ring = (spec.window or 0, spec.sinks), self.places.capacity < self.most
         self.slot_bytes = planes_bytes(self.planes)
-        self.after = zeros(self.slot_bytes, self.stream) if self.is_ring else None
-        self.step_rows = [0] * len(self.lengths)  # per slot, rows of a prefill step that wrote `after`
+        self.rows_after = zeros(self.slot_bytes, self.stream) if self.is_ring else None
+        self.step_rows = [0] * len(self.lengths)  # per slot, rows of a prefill step that wrote `rows_after`
 
     @classmethod
     def places_of(cls, spec: KVSpec, capacity: int) -> Places:
@@ -68,9 +68,9 @@ class WindowStore(KVStore):
 
     def layer(self, i: int) -> KV:
         kv = super().layer(i)
-        if not self.after:
+        if not self.rows_after:
             return kv
-        after = planes_at(self.after.address, self.planes)
+        after = planes_at(self.rows_after.address, self.planes)
         return KV(kv.keys, kv.values, self.parts_of(i, after), self)
 
     def note_step(self, runs: Sequence[Run]) -> None:
@@ -88,8 +88,8 @@ class WindowStore(KVStore):
                 raise ValueError(f"the prefill step of slot {slot} is gone: another sequence's came after it")
             if path != list(range(rows)):
                 raise ValueError(NOT_IN_PART.format(rows))
-            assert self.after
-            copy(self._ring(slot), self.after.address, self.slot_bytes, self.stream)
+            assert self.rows_after
+            copy(self._ring(slot), self.rows_after.address, self.slot_bytes, self.stream)
         else:
             super().commit(slot, path)
         self.step_rows[slot] = 0
@@ -157,7 +157,7 @@ def unrolled(kv: KV, step: DeviceStep, arena: Arena, stream: Stream) -> Planes:
 
 
 def rolled(kv: KV, step: DeviceStep, room: Planes, stream: Stream) -> None:
-    """Copy to `after` what the ring contains once the step's rows, which `room` holds, are committed."""
+    """Copy to `rows_after` what the ring contains once the step's rows, which `room` holds, are committed."""
     window, sinks = kv.store.window
     end = step.past + step.T
     for first, last in ((0, min(sinks, end)), (max(0, end - window), end)):

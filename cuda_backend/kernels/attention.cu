@@ -2,7 +2,8 @@
 // Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
 // In        q [T][H][D] float16 and keys and values [K][place][D] float16, which already contain the step's rows
 //           (heads_to_cache.cu)                           Out       out [T][H][DIM] float32
-// Build     formats.cuh; EXACT, of packed rows alone: exact.cuh; D, a multiple of 16 up to 256; DIM: the width of a head of out, at most D, zeros after it in q and cache
+// Build     formats.cuh; EXACT, of packed rows alone: exact.cuh; D, a multiple of 16 up to 256; DIM: the width of a head of out, at most D,
+//           zeros after it in q and cache
 //           IN_PARTS: for `part`, which attends to one range of positions per launch
 //           SPARSE: positions of a block of keys and of queries; `sight` has the bits of choose_blocks.cu; 0: all keys are seen
 // Work      rows are (t, query head of the group), 64 per CTA of four warps; tiles of 64 positions, or POSITIONS, up to the rows' last
@@ -12,7 +13,8 @@
 // Numbers   float16 products, float32 sums; online softmax
 // Bound     tensor cores
 // Origin    FlashAttention-2 (Dao, arXiv 2307.08691)
-// Tried     packed rows without a bound on CTAs per multiprocessor -> bf16 heads of 128 (capability 8.0) and lm4 heads of 64 (9.0) spill 8 bytes
+// Tried     packed rows without a bound on CTAs per multiprocessor -> bf16 heads of 128 (capability 8.0) and lm4 heads of 64 (9.0)
+//           spill 8 bytes
 
 #define STRIDE (D + 8)  // halves; an odd number of 16-byte units, so that ldmatrix has no bank conflicts
 #ifdef POSITIONS  // positions of a tile, if a card has too little shared memory for two tiles of 64
@@ -41,7 +43,8 @@ __device__ __forceinline__ void load_tile(u16* to, const Plane& plane, int at) {
         constexpr int chunks = (D + 127) / 128;
 #pragma unroll 1
         for (int n = threadIdx.x / 32; n < TILE * chunks; n += 4)
-            unpack_turboquant<D>(to + n / chunks * STRIDE + n % chunks * 128, rows + n / chunks * row_bytes(F, D), n % chunks, threadIdx.x % 32);
+            unpack_turboquant<D>(to + n / chunks * STRIDE + n % chunks * 128, rows + n / chunks * row_bytes(F, D),
+                n % chunks, threadIdx.x % 32);
     } else if constexpr (F != F16) {
         const u8* rows = tile_at(plane, at, row_bytes(F, D));
 #pragma unroll 1
@@ -263,8 +266,8 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
 #pragma unroll 1
     for (int turn = 0; turn < 2; turn++) {
         __syncthreads();
-        attend<F16, F16, false>(o, m, l, qs, ks, vs, keys, values, turn ? max(first_exact, oldest) : 0, turn ? stop : first_exact, mask, first_row,
-                                group, rows, scale, exact, shifts, 0);
+        attend<F16, F16, false>(o, m, l, qs, ks, vs, keys, values, turn ? max(first_exact, oldest) : 0, turn ? stop : first_exact, mask,
+                                first_row, group, rows, scale, exact, shifts, 0);
     }
 #else
 #if SPARSE

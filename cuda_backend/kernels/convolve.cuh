@@ -78,8 +78,9 @@ __device__ __forceinline__ void convolve(const In& in, const Head& head, const C
         for (int j = 1; j <= BEFORE; j++) {
             if (rows[j] >= 0) continue;
             const int of_path = run.path_length + rows[j];  // committed: no kernel of the step writes it
-            x[j] = *(const float4*)(channel + (of_path >= 0 ? conv.rows + ((s64)store * MAX_DECODE_ROWS + step->path[run.path + of_path]) * conv.C
-                                                            : conv.tail + run.from * conv.flip + (s64)(BEFORE + of_path) * conv.C));
+            x[j] = *(const float4*)(channel
+                + (of_path >= 0 ? conv.rows + ((s64)store * MAX_DECODE_ROWS + step->path[run.path + of_path]) * conv.C
+                                : conv.tail + run.from * conv.flip + (s64)(BEFORE + of_path) * conv.C));
             if (first && kept && real) *(float4*)(conv.tail + run.to * conv.flip + (s64)(BEFORE - j) * conv.C + channel) = x[j];
         }
 #pragma unroll

@@ -175,7 +175,8 @@ template <int WIDE>
 __device__ __forceinline__ void unpack_turboquant(u16* to, const u8* row, int chunk, int lane) {
     constexpr int GROUP = wht_group(WIDE);
     const int d = chunk * 128 + lane * 4, own = lane % (GROUP / 4);
-    const u8* from = row + (WIDE % 128 ? min(d, WIDE - 1) / GROUP : chunk) * block_bytes(TURBOQUANT, WIDE);  // lanes beyond a row read its last group
+    // lanes beyond a row read its last group
+    const u8* from = row + (WIDE % 128 ? min(d, WIDE - 1) / GROUP : chunk) * block_bytes(TURBOQUANT, WIDE);
     const u32 signs = from[4 + GROUP / 8 * 3 + own / 2] >> own % 2 * 4;
     float4 v = make_float4(signs & 1 ? 1.0f : -1.0f, signs & 2 ? 1.0f : -1.0f, signs & 4 ? 1.0f : -1.0f, signs & 8 ? 1.0f : -1.0f);
     v = projected_back<GROUP>(v, own);

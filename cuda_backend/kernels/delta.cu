@@ -13,8 +13,8 @@
 //           which takes less time than a launch; PARTIALS, A_PARTIALS, B_PARTIALS as prepare.cu; the names of store.cuh
 //           WIDE: 64, or 32 without NORM and ALONE, of few heads: twice the CTAs, each with half of the warps that share a
 //           multiprocessor
-// Work      a CTA per value head and WIDE columns, two of them a cluster under NORM. A warp per 8 columns runs the recurrence: 16 lanes share
-//           four columns of the matrix, in registers for all rows. The other warps read a chunk of rows meanwhile, and finish the
+// Work      a CTA per value head and WIDE columns, two of them a cluster under NORM. A warp per 8 columns runs the recurrence: 16 lanes
+//           share four columns of the matrix, in registers for all rows. The other warps read a chunk of rows meanwhile, and finish the
 //           last one; chunks have equal length, so that neither group waits for a short one.
 //           The committed path is applied first, and its result written beside the old matrix; this step's
 //           rows are kept as (k, change, factor) for the next. A row's result is that of the matrix before it, faded, and of its
@@ -97,7 +97,8 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
       s64 tail_flip, float* raw_rows, const float* queries, const float* keys, const float* values, const float* gates,
       float4* spill, int shared_saved, int spilled, In z, const float* norm, float eps, Out out) {
     release_next();
-    if (!ALONE && blockIdx.z && (int)blockIdx.z >= step->runs) return;  // every step has a first run, which need not wait for the number of runs
+    // every step has a first run, which need not wait for the number of runs
+    if (!ALONE && blockIdx.z && (int)blockIdx.z >= step->runs) return;
     const Run& run = step->run[ALONE ? 0 : blockIdx.z];
     extern __shared__ __align__(16) float shared[];
     float* ks = shared;                      // [2][CHUNK][DK]
@@ -165,7 +166,8 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             if (thread == 0 && (int)rank < n) expect(arrivals + c % 4 * 8, (n + 1 - (int)rank) / 2 * WIDE * 4);
             const int buffer = (c + 2) % 4 * CHUNK / 2;
 #pragma unroll 1
-            for (int j = thread / 16; 2 * j + 1 - (int)rank < last_n; j += HELPERS * 2) {  // sent first: the other CTA waits for all of them
+            // sent first: the other CTA waits for all of them
+            for (int j = thread / 16; 2 * j + 1 - (int)rank < last_n; j += HELPERS * 2) {
                 const int row = 2 * j + 1 - (int)rank, at = lane % 16 * 4;
                 send(address_at(shared_address(others + (buffer + j) * WIDE + at), 1 - rank),
                      *(const float4*)(outs + (half * CHUNK + row) * WIDE + at), address_at(arrivals + (c + 2) % 4 * 8, 1 - rank));

@@ -162,8 +162,8 @@ __device__ __forceinline__ void store_row(bool is_q, bool is_k, u8* row, int chu
 // As above, and writes float16 rows that attention reads exactly, keys with `exact.mean` and `exact.scale` at `at`, and the
 // query of exact.cuh kept_query. Returns the part of the lane's values of q in exact.shift.
 template <int WIDE>
-__device__ __forceinline__ float store_both(const Exact& exact, s64 at, bool is_q, bool is_k, u8* row, u8* exact_row, u8* query_row, int chunk, int lane,
-                                            float4 v) {
+__device__ __forceinline__ float store_both(const Exact& exact, s64 at, bool is_q, bool is_k, u8* row, u8* exact_row, u8* query_row,
+                                            int chunk, int lane, float4 v) {
     const int d = chunk * 128 + lane * 4;
     float part = 0.0f;
     if (query_row) write_row<F16, WIDE>(query_row, chunk, lane, is_q ? v : make_float4(0.0f, 0.0f, 0.0f, 0.0f));

@@ -29,7 +29,8 @@ partial(const float* logits, int V, int excluded, u64* keys, float2* sums) {
     float v[OWN];
     u64 key = 0;
 #pragma unroll
-    for (int i = 0; i < OWN; i++) v[i] = row[min(first + i * THREADS + t, V - 1)];  // the compiler would make a conditional read wait for the previous one
+    // the compiler would make a conditional read wait for the previous one
+    for (int i = 0; i < OWN; i++) v[i] = row[min(first + i * THREADS + t, V - 1)];
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         const int id = first + i * THREADS + t;

@@ -39,7 +39,8 @@ __device__ constexpr int row_bytes(Format f, int WIDE) { return f == F16 ? 2 * W
 __device__ __forceinline__ float4 signed_by(u32 w0, u32 w1, u32 w2, u32 w3, int lane, float4 v) {
     const u32 word = lane / 8 == 0 ? w0 : lane / 8 == 1 ? w1 : lane / 8 == 2 ? w2 : w3, bits = word >> lane % 8 * 4;
     return make_float4(__uint_as_float(__float_as_uint(v.x) ^ bits << 31), __uint_as_float(__float_as_uint(v.y) ^ (bits >> 1) << 31),
-                       __uint_as_float(__float_as_uint(v.z) ^ (bits >> 2) << 31), __uint_as_float(__float_as_uint(v.w) ^ (bits >> 3) << 31));
+                       __uint_as_float(__float_as_uint(v.z) ^ (bits >> 2) << 31),
+                       __uint_as_float(__float_as_uint(v.w) ^ (bits >> 3) << 31));
 }
 #define FIRST_SIGNS 0xe46a0359u, 0x42f85949u, 0xa4c63bbbu, 0x49f250a9u
 #define SECOND_SIGNS 0x16acee90u, 0x3f628fdcu, 0xb7a5357au, 0xbea56562u

@@ -87,7 +87,8 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     __syncthreads();
     if (own.run < 0) return;
 #endif
-    __shared__ HeadRows planes[2], own_planes[2];  // latents, or whole rows, and roped keys; for tails, whose pages are read before the wait
+    // latents, or whole rows, and roped keys; for tails, whose pages are read before the wait
+    __shared__ HeadRows planes[2], own_planes[2];
     __shared__ int own_pages[2];                   // the first and the last page
     __shared__ int ctas, first_job, first_row, end_row;  // CTAs of the run, and this one's first tile after the trunk; rows of a tile
     const int parts = (H + ROWS - 1) / ROWS;
@@ -115,7 +116,8 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
         const int who = job < 0 ? own.block : job / pieces.tails, tree = job >= 0 && run.branches, t_of_tree = tree ? who / parts : 0;
         const int first = tree ? t_of_tree * H + who % parts * ROWS : who * ROWS;
         const int end = min(first + ROWS, tree ? (t_of_tree + 1) * H : rows), seen = tree ? mask.seen(t_of_tree) : 0;
-        const int low = pieces.tail * own.share / own.shares, high = pieces.tail * (own.share + 1) / own.shares;  // the last CTA has least work: it takes tails
+        // the last CTA has least work: it takes tails
+        const int low = pieces.tail * own.share / own.shares, high = pieces.tail * (own.share + 1) / own.shares;
         int piece = low ? pieces.of(low - 1) + 1 : 0;
         const int after = high ? pieces.of(high - 1) + 1 : 0, tail = job < 0 ? 0 : job % pieces.tails;
         const int begin = job < 0 ? pieces.begin(piece) : pieces.tail + tail * TILE;
@@ -218,7 +220,8 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
 #pragma unroll
                 for (int e = 0; e < 4; e++) x[i][e] = exp2f(x[i][e] - base);
                 more += (x[i][0] + x[i][1]) + (x[i][2] + x[i][3]);
-                *(uint2*)(ps + mine * (TILE + 8) + i * LOAD + threadIdx.x % 8 * 4) = make_uint2(to_half2(x[i][0], x[i][1]), to_half2(x[i][2], x[i][3]));
+                *(uint2*)(ps + mine * (TILE + 8) + i * LOAD + threadIdx.x % 8 * 4) =
+                    make_uint2(to_half2(x[i][0], x[i][1]), to_half2(x[i][2], x[i][3]));
             }
 #pragma unroll
             for (int i = 1; i < 8; i <<= 1) more += __shfl_xor_sync(FULL, more, i);
@@ -268,7 +271,8 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
                 for (int n = 0; n < COLUMNS / 8; n++) {
                     if (R % (8 * COLUMNS) && warp * COLUMNS + n * 8 >= R) break;
                     if (first_row + h * 16 + lane / 4 < end_row) *(float2*)(out + h * 16 * R + n * 8) = make_float2(o[h][n][0], o[h][n][1]);
-                    if (first_row + h * 16 + lane / 4 + 8 < end_row) *(float2*)(out + (h * 16 + 8) * R + n * 8) = make_float2(o[h][n][2], o[h][n][3]);
+                    if (first_row + h * 16 + lane / 4 + 8 < end_row) *(float2*)(out + (h * 16 + 8) * R + n * 8) =
+                        make_float2(o[h][n][2], o[h][n][3]);
                     o[h][n][0] = o[h][n][1] = o[h][n][2] = o[h][n][3] = 0.0f;
                 }
             top = lowest, sum = 0.0f;

@@ -8,7 +8,8 @@
 //           the wait for the previous kernel. The code is short, because loading instructions takes much of a kernel's 2 us
 // Bound     launches
 // Tried     variant against the kernel of that time (Qwen3.6-27B, one H200); docs/experiments/steps.md has more.
-//           norms by one CTA of 256 threads per row -> 14.7 us against 2.9: one multiprocessor adds up to nine partial sums one after another
+//           norms by one CTA of 256 threads per row -> 14.7 us against 2.9: one multiprocessor adds up to nine partial sums one
+//           after another
 //           ten partial sums in flight instead of eight -> 5.98 ms against 5.92 a step: longer code
 //           two rows per CTA -> 1 us longer; eight rows 6 us: one multiprocessor adds them up
 //           128 lanes per CTA from 8 rows on -> SwiGLU 4.0 us against 3.8 at 16 rows, 5.6 against 4.7 at 64

@@ -14,13 +14,14 @@
 // Bound     bytes of keys and values; with codes, half-rate instructions that decode: two to three per value
 // Tried     us per layer of Qwen3.6-27B at 32K on one H200, variant against what is here; docs/experiments/attention.md has more.
 //           tiles unpacked to float16 in shared memory, as in split.cu -> 49.7 against 30.9 (q8_0), 48.5 against 35.5 (lm4)
-//           float16, WeDLM-8B at 32K, CTAs of a multiprocessor x buffers: 4 x 3 -> 3.194 ms a step, 3 x 4 -> 3.150, 2 x 6 -> 3.100, 5 x 2 ->
-//             3.158; 2 x 6 leaves 33 shares, and was not measured where 2,000 tokens need more
+//           float16, WeDLM-8B at 32K, CTAs of a multiprocessor x buffers: 4 x 3 -> 3.194 ms a step, 3 x 4 -> 3.150, 2 x 6 -> 3.100,
+//             5 x 2 -> 3.158; 2 x 6 leaves 33 shares, and was not measured where 2,000 tokens need more
 //           q8_0, heads of 128: 4 or 5 CTAs -> 2.804, 2.816 ms against 2.816 with three
-//           one row of each of 64 sequences, 70 us per layer where bytes take 28: pages 68 KB further apart -> 9,190 tokens per second against
-//             9,261; pages of a layer next to each other -> 9,171; combine launched at the end -> 9,352 against 9,298, but 6,053 against
-//             6,434 with 16 sequences
-//           of the next, us on one H100, lm4 at 32K and 128K, tq3_0 in brackets; 35.6, 100.1 (34.3, 88.5) with what is here, but queries loaded by two bytes:
+//           one row of each of 64 sequences, 70 us per layer where bytes take 28: pages 68 KB further apart -> 9,190 tokens per second
+//             against 9,261; pages of a layer next to each other -> 9,171; combine launched at the end -> 9,352 against 9,298, but 6,053
+//             against 6,434 with 16 sequences
+//           of the next, us on one H100, lm4 at 32K and 128K, tq3_0 in brackets; 35.6, 100.1 (34.3, 88.5) with what is here, but queries
+//           loaded by two bytes:
 //           a warp for a tile, eight of a CTA, sums of tiles added up through shared memory -> 39.4, 105.9 (33.1, 87.1); 188.7 (156.1)
 //             against 214.1 (176.8) at 256K, but 16.3 (15.0) against 10.3 (10.0) at 2,048 tokens
 //           two warps for a tile, sixteen of a CTA -> 35.8, 109.7 (33.1, 93.7); 40 % of cycles are maxima, sums and waits
@@ -28,8 +29,8 @@
 //           four CTAs of a multiprocessor, exact rows read where they lie -> 39.8, 111.6 (33.1, 94.4), 27.8 against 21.0 at 8,192 in
 //             three CTAs
 //           page numbers read one tile earlier, copies four at a time -> 38.2, 104.1 (32.4, 89.7), with three CTAs and exact rows so read
-//           lm4 at 128K in four such CTAs without a part, 112.5 with all: table look-ups 74.9, products with values 72.9, with keys 84.9, copies 100.4;
-//             without tensor cores, exponentials or loads from shared memory no less
+//           lm4 at 128K in four such CTAs without a part, 112.5 with all: table look-ups 74.9, products with values 72.9, with keys 84.9,
+//             copies 100.4; without tensor cores, exponentials or loads from shared memory no less
 
 #define TILE 64
 #define CTA 128
@@ -159,8 +160,8 @@ __device__ __forceinline__ void multiply_exact(float (&s)[2][4], const u16* rows
 }
 
 extern "C" __global__ void __launch_bounds__(CTA, CTAS)
-one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepState* step, const int* positions, int T, float scale, int window,
-        int sinks, int causal, int trunk, float* sums, float2* stats, Exact exact) {
+one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepState* step, const int* positions, int T, float scale,
+        int window, int sinks, int causal, int trunk, float* sums, float2* stats, Exact exact) {
     release_next();
     if (!WINDOWED) window = sinks = 0;
     extern __shared__ __align__(16) u8 stages[];
@@ -192,7 +193,8 @@ one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepStat
         }
         ahead += TILE;
         if (ahead >= stop) {
-            const int item = turn * own.shares + (turn % 2 ? own.shares - 1 - own.share : own.share);  // alternately forwards and backwards, for equal shares
+            // alternately forwards and backwards, for equal shares
+            const int item = turn * own.shares + (turn % 2 ? own.shares - 1 - own.share : own.share);
             turn++, ahead = NOWHERE;
             if (item >= items) return;
             const int number = item < pieces.count ? pieces.count - 1 - item : item;  // from the newest piece on: newer pieces are larger
@@ -214,7 +216,8 @@ one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepStat
                 if (!is_values) start = place_of(keys, ahead);
                 if (!is_values && of_keys.table) page = of_keys.table[start / PAGE], start %= PAGE;  // for the values as well
                 const int bytes = is_values ? VALUE_BYTES : KEY_BYTES;
-                const u8* from = (is_values ? of_values.rows + page * of_values.block : of_keys.rows + page * of_keys.block) + (s64)start * bytes;
+                const u8* from = (is_values ? of_values.rows + page * of_values.block : of_keys.rows + page * of_keys.block)
+                    + (s64)start * bytes;
                 const u32 to = shared_address(stages + i % BUFFERS * STAGE);
                 if (PACKED) {
 #pragma unroll 1
@@ -326,7 +329,8 @@ one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepStat
         wait_all_but<BUFFERS - 1>();
         u32 p[TILE / 16][2];
         float before[2], after[2], ones[4] = {};  // factors; times ones
-        const u32 p_at = shared_address(ps + lane % 8 * PROBABILITIES + lane / 8 * 8), one[4] = {0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00};
+        const u32 p_at = shared_address(ps + lane % 8 * PROBABILITIES + lane / 8 * 8),
+            one[4] = {0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00};
 #pragma unroll
         for (int k = 0; k < TILE / 16; k += 2) {
             u32 r[4];

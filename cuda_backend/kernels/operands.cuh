@@ -77,7 +77,8 @@ __device__ __forceinline__ u32 scaled(u32 bytes, u32 which, u32 scale) {  // two
     return mul_half2(add_half2(__byte_perm(bytes, 0x64646464u, which), F == Q8_0 ? 0xe480e480u : 0xe408e408u), scale);
 }
 
-// Words of lane t of a row of keys that begins `odd` bytes after a multiple of four: 16 of columns 128 n and on, or 4 of columns 32 n and on.
+// Words of lane t of a row of keys that begins `odd` bytes after a multiple of four: 16 of columns 128 n and on, or 4 of columns 32 n and
+// on.
 template <Format F>
 __device__ constexpr int key_words() { return in_halves(F) ? 16 : 4; }
 template <Format F>

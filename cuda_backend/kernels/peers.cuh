@@ -40,7 +40,8 @@ __device__ __forceinline__ float4 load_part(const float4* from) {
     return v;
 }
 __device__ __forceinline__ bool is_there(float4 v) {
-    return __float_as_uint(v.x) != UNSENT && __float_as_uint(v.y) != UNSENT && __float_as_uint(v.z) != UNSENT && __float_as_uint(v.w) != UNSENT;
+    return __float_as_uint(v.x) != UNSENT && __float_as_uint(v.y) != UNSENT && __float_as_uint(v.z) != UNSENT
+        && __float_as_uint(v.w) != UNSENT;
 }
 // Whether a thread that has polled so often, since `since`, must give up.
 __device__ __forceinline__ bool is_late(u32 polls, u64* since, s64 patience) {

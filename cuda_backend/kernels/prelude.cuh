@@ -158,7 +158,8 @@ struct __align__(16) StepState {
     int rows, runs, kept, unused[13];  // kept: the store of rows of the paths; this step's rows are written to another
     int path[MAX_DECODE_ROWS];         // rows of the step before
     u32 seen[MAX_DECODE_ROWS][ROW_WORDS];  // bit j: this row of a tree sees row j of its run
-    u32 line[MAX_DECODE_ROWS];  // of branches, in the order of rows, a byte each: the row and three before it, newest first; -1 is the newest committed
+    // of branches, in the order of rows, a byte each: the row and three before it, newest first; -1 is the newest committed
+    u32 line[MAX_DECODE_ROWS];
     u8 moves[MAX_DECODE_ROWS];  // of branches, in the order of rows, like the next: cuda_backend/tree_order.py
     u8 parents[MAX_DECODE_ROWS];
     u8 run_of[MAX_DECODE_ROWS], unused_bytes[8];

@@ -59,7 +59,9 @@ __device__ __forceinline__ void mma(int (&c)[4], const u32 (&a)[4], u32 b0, u32 
     mma_8x8(c[0], c[1], a[2], b1), mma_8x8(c[2], c[3], a[3], b1);
 }
 // The float16 minimum of a half, from those of minima_of, twice.
-__device__ __forceinline__ u32 minimum_of(u32 both, int half) { return add_half2(__byte_perm(both, 0, half ? 0x3232 : 0x1010), 0xe400e400u); }
+__device__ __forceinline__ u32 minimum_of(u32 both, int half) {
+    return add_half2(__byte_perm(both, 0, half ? 0x3232 : 0x1010), 0xe400e400u);
+}
 #else
 __device__ __forceinline__ void mma(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32." CODES ".s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"

@@ -135,7 +135,8 @@ heads(In x, int H, int D, int T, int norm, const float* weight, float eps, Rope 
         if (D % 32 == 0) {
             store_four(out, t, head * D + d, e, ours);
         } else {
-            for (int i = 0; i < 4 && d + i < D; i++, e = make_float4(e.y, e.z, e.w, 0.0f)) out.dense[(s64)t * out.K + head * D + d + i] = e.x;
+            for (int i = 0; i < 4 && d + i < D; i++, e = make_float4(e.y, e.z, e.w, 0.0f))
+                out.dense[(s64)t * out.K + head * D + d + i] = e.x;
         }
     }
     if (out.packed && head == 0)  // columns that pad a row to a whole unit

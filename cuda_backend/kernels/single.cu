@@ -145,7 +145,8 @@ single(Matrices of, Choice choice, const u8* x, s64 x_bytes, In y, Out out, int 
         }
 #endif
         barrier_wait(full + 8 * s, (i / STAGES) % 2);
-        multiply<MINS && !WHOLE ? 1 : HALVES, NT>(acc, ring + s * STAGE + warp * TILE_BYTES, PackedRows{ring + s * STAGE + UNIT_BYTES, lane}, lane);
+        multiply<MINS && !WHOLE ? 1 : HALVES, NT>(
+            acc, ring + s * STAGE + warp * TILE_BYTES, PackedRows{ring + s * STAGE + UNIT_BYTES, lane}, lane);
         give_back<NT>(empty + 8 * s, zero_of(empty), acc);
     }
 #if PACK

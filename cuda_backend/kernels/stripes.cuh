@@ -5,7 +5,8 @@
 //           the fewest stripes with the same longest stripe -> Qwen3.6-27B 7.59 against 7.40 at 16 rows: CTAs stay idle at the end
 //           gate and up in 256 stripes, two partial sums instead of three -> W 1.684 against 1.672 with 264; 236 to 262 1.670 to
 //             1.719 against 1.650
-//           down in 256, 250, 220 stripes -> W 1.685, 1.696, 1.703 against 1.672: CTAs that end at the same time leave no room for an early start
+//           down in 256, 250, 220 stripes -> W 1.685, 1.696, 1.703 against 1.672: CTAs that end at the same time leave no room for an
+//           early start
 //           four units a stripe of the output projection -> W 1.675 and 1.684 against 1.674 with three, 2.047 against 2.032 at 16
 //             rows
 //           three or four units where fewer CTAs than multiprocessors are left -> Laguna 1.362, 1.380 against 1.324; GLM 2.000, 2.023
@@ -67,7 +68,8 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
         depend();
 #endif
         const u8* unit = m.w + (s64)first * UNIT_BYTES;
-        // weights leave the L2 cache first: a gain of 1 or 2 %, but a loss for 24 rows, and for 8 and 16 where W has no more k blocks than row blocks
+        // weights leave the L2 cache first: a gain of 1 or 2 %, but a loss for 24 rows, and for 8 and 16 where W has no more k blocks than
+        // row blocks
         const bool once = COLS == 1 || COLS > 24 || (COLS < 24 && m.k_blocks * m.k_blocks > m.units);
         const auto copy_x = [&](int s) {  // of the next unit
             copy(shared_address(ring + s * STAGE) + UNIT_BYTES, x.packed + (s64)k_block * XUNIT, XUNIT, full + 8 * s, lane);
@@ -112,7 +114,8 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
 #pragma unroll 1
     while (left) {
         barrier_wait(full + 8 * s, phase);
-        multiply<HALVES_AT_ONCE, EIGHTS_AT_ONCE>(acc, ring + s * STAGE + warp * TILE_BYTES, PackedRows{ring + s * STAGE + UNIT_BYTES, lane}, lane);
+        multiply<HALVES_AT_ONCE, EIGHTS_AT_ONCE>(acc, ring + s * STAGE + warp * TILE_BYTES,
+            PackedRows{ring + s * STAGE + UNIT_BYTES, lane}, lane);
         // with many rows `none` would take a register from the unit
         give_back<EIGHTS_AT_ONCE>(empty + 8 * s, COLS > 32 ? zero_of(empty + 8 * s) : none, acc);
         if (++s == STAGES) s = 0, phase ^= 1;

@@ -18,11 +18,9 @@
 //        WHOLE: scales of groups are whole numbers, times a float of the row. SHIFT: unpacked codes are 2^SHIFT times
 //        those of the file, SHIFT_HIGH for rows 8 to 15.
 // Tried     Q6_K as planes of 4 and 2 bits -> 15 instructions to unpack four words of a lane, 9 as a 6-bit plane: 6.87 ms against
-//             6.77 at
-//             22 rows of Qwen3.6-27B (H200)
+//             6.77 at 22 rows of Qwen3.6-27B (H200)
 //           a ring address that goes from stage to stage, 7 to 27 instructions less -> 4.763 ms against 4.738 at one row, 13.73
-//             against 13.25 at
-//             64: registers
+//             against 13.25 at 64: registers
 //           halves of a unit of 24 rows kept apart by __syncwarp, so that Q6_K needs no loop -> 7.53 ms against 6.94 at 22 rows:
 //             reads wait
 

@@ -35,7 +35,8 @@ __device__ __forceinline__ void add_partials(float4 (&sum)[PARTS], const float* 
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++)
 #pragma unroll
-            for (int n = 0; n < PARTS; n++) e[j][n] = *(const float4*)(from + min(first + j * step, x.partials - 1) * x.partial_stride + n * 128);
+            for (int n = 0; n < PARTS; n++)
+                e[j][n] = *(const float4*)(from + min(first + j * step, x.partials - 1) * x.partial_stride + n * 128);
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++)
 #pragma unroll

@@ -76,7 +76,7 @@ class Generate:
         return ready
 
     async def _prepared(self, task: Task, facts: Facts) -> list[Ready]:
-        """Render and encode the prompts, after they were compressed, where a drafter is loaded."""
+        """Render and encode the prompts; compress long ones first if a drafter is loaded."""
         shorter = await self._compressed(task)
         job = partial(prepare, self.service.llm, facts, shorter)
         if is_short(shorter, SHORT):
@@ -91,7 +91,7 @@ class Generate:
                 yield found, count
 
     async def _compressed(self, task: Task) -> Task:
-        """Return the task with its long prompts shortened, where a drafter is loaded."""
+        """Shorten the long prompts of a task if a drafter is loaded."""
         if self.service.compressor is None:
             return task
         cancel = threading.Event()

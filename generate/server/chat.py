@@ -189,7 +189,7 @@ class Writer:
         return sse(self.base | {"choices": [choice]} | self.none)
 
     def _frame(self, index: int, *keys: str) -> Frame:
-        """Return the chunks of choice `index` whose delta has texts under `keys`."""
+        """Return a template of the chunks of choice `index` whose delta has texts under `keys`."""
         if (index, keys[0]) not in self.frames:
 
             def chunk(*texts: str) -> bytes:

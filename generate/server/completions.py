@@ -36,7 +36,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     fields.text("model")
     prompts = _prompts(fields)
     options = sampling(fields) | stops(fields, "stop") | priority(fields) | bias(fields, facts)
-    limited = limit(fields, "max_tokens", "n_predict", least=0)
+    limited = limit(fields, "max_tokens", "n_predict", minimum=0)
     generates = limited.get("max_tokens") != 0
     logprobs = fields.take("logprobs", whole(0, MOST_LOGPROBS))
     if logprobs is not None:
@@ -98,7 +98,7 @@ class Tokens:
     """Lists log-probabilities in the form of Completions, and the offset of each token in the text."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer, self.decoder, self.at = tokenizer, tokenizer.decoder(), 0
+        self.tokenizer, self.decoder, self.text_offset = tokenizer, tokenizer.decoder(), 0
 
     def of(self, logprobs: Sequence[Logprob | int]) -> dict[str, list[Any]]:
         """Return the four lists for some tokens; a prompt's first token has no log-probability and is a bare id."""
@@ -108,8 +108,8 @@ class Tokens:
             columns["tokens"].append(token_text(self.tokenizer, token)[0])
             columns["token_logprobs"].append(None if isinstance(one, int) else finite(one.logprob))
             columns["top_logprobs"].append(None if isinstance(one, int) else self._top(one))
-            columns["text_offset"].append(self.at)
-            self.at += len(self.decoder.push(token)) if token < self.tokenizer.vocab_size else 0
+            columns["text_offset"].append(self.text_offset)
+            self.text_offset += len(self.decoder.push(token)) if token < self.tokenizer.vocab_size else 0
         return columns
 
     def _top(self, one: Logprob) -> dict[str, float]:

@@ -37,7 +37,7 @@ class ApiError(Exception):
     status   HTTP status
     code     OpenAI's `code`, such as "model_not_found"
     param    the invalid field
-    more     further entries of the error object
+    entries  further entries of the error object
     retry    seconds after which the client may try again
     headers  of the answer, by name
     """
@@ -46,7 +46,7 @@ class ApiError(Exception):
     message: str
     code: str | None = None
     param: str | None = None
-    more: dict[str, Any] = field(default_factory=dict)
+    entries: dict[str, Any] = field(default_factory=dict)
     retry: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -73,7 +73,9 @@ def envelope(error: ApiError, dialect: str, request_id: str) -> dict[str, Any]:
     if dialect == "ollama":
         return {"error": error.message}
     kind = OPENAI_TYPES.get(error.status, "invalid_request_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code, **error.more}}
+    return {
+        "error": {"message": error.message, "type": kind, "param": error.param, "code": error.code, **error.entries}
+    }
 
 
 def refusal(error: Exception) -> ApiError | None:

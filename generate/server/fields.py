@@ -109,11 +109,13 @@ class Fields:
         value = self.take(key, OBJECT)
         return None if value is None else Fields(value, self.name(key))
 
-    def objects(self, key: str, most: int, rule: Rule = LIST) -> list["Fields"]:
+    def objects(self, key: str, max_entries: int, rule: Rule = LIST) -> list["Fields"]:
         """Return a list of objects, none where it is absent."""
         found = self.take(key, rule, [])
-        if len(found) > most:
-            raise ApiError(400, f"{self.name(key)} has {len(found)} entries; at most {most} are supported", param=key)
+        if len(found) > max_entries:
+            raise ApiError(
+                400, f"{self.name(key)} has {len(found)} entries; at most {max_entries} are supported", param=key
+            )
         return [self.item(key, at, item) for at, item in enumerate(found)]
 
     def item(self, key: str, at: int, value: Any) -> "Fields":
@@ -122,12 +124,12 @@ class Fields:
             raise ApiError(400, f"{name} is {value!r:.80}; it must be an object", param=name)
         return Fields(value, name)
 
-    def option(self, into: dict[str, Any], option: str, *keys: str) -> None:
+    def option(self, options: dict[str, Any], option: str, *keys: str) -> None:
         """Copy the first given of the entries `keys` to options of generation, under the option's own name."""
         for key in keys or (option,):
             value = self.take(key, OPTION_RULES[option])
             if value is not None:
-                into[option] = value
+                options[option] = value
                 return
 
 
@@ -155,7 +157,7 @@ def sampling(fields: Fields) -> dict[str, Any]:
     return found
 
 
-def limit(fields: Fields, *keys: str, least: int = 1) -> dict[str, int | None]:
+def limit(fields: Fields, *keys: str, minimum: int = 1) -> dict[str, int | None]:
     """Return the option `max_tokens`, from the first given of the entries `keys`; none where none is given.
 
     -1 and -2 are no limit but the context, as in llama.cpp and Ollama: None, also if the server has a limit.
@@ -163,9 +165,9 @@ def limit(fields: Fields, *keys: str, least: int = 1) -> dict[str, int | None]:
     key = next((key for key in keys if fields.has(key)), None)
     if key is None:
         return {}
-    words = f"-1, for no limit, or a whole number of at least {least}"
+    words = f"-1, for no limit, or a whole number of at least {minimum}"
     most: int = fields.take(key, Rule(words, rules.whole(-2).convert))
-    if 0 <= most < least:
+    if 0 <= most < minimum:
         raise fields.refuse(key, f"it must be {words}")
     return {"max_tokens": None if most < 0 else most}
 

@@ -46,13 +46,13 @@ STOPS = Rule(
 class Head:
     """Fields that the events of a reply share.
 
-    most      max_tokens
-    thoughts  thinking is sent
+    max_tokens  of the request
+    thoughts    whether thinking is sent
     """
 
     id: str
     facts: Facts
-    most: int
+    max_tokens: int
     thoughts: bool
 
 
@@ -213,7 +213,7 @@ def stop_of(head: Head, finish: Finish) -> dict[str, Any]:
     if finish.stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop}
     reason = {"stop": "end_turn", "tool_calls": "tool_use"}.get(finish.reason, "max_tokens")
-    if finish.reason == "length" and finish.usage.completion < head.most:
+    if finish.reason == "length" and finish.usage.completion < head.max_tokens:
         reason = "model_context_window_exceeded"
     return {"stop_reason": reason, "stop_sequence": None}
 

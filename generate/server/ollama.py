@@ -126,7 +126,7 @@ def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | str | None)
     if isinstance(seed := given.values.get("seed"), int) and seed < 0:
         given = Fields({**given.values, "seed": -1}, given.where)
     options = sampling(given) | stops(given, "stop")
-    options |= {name: most or None for name, most in limit(given, "num_predict", least=0).items()}  # 0: no limit too
+    options |= {name: most or None for name, most in limit(given, "num_predict", minimum=0).items()}  # 0: no limit too
     top = fields.take("top_logprobs", whole(0, MOST_LOGPROBS), 0)
     if top and not head.logprobs:
         raise fields.refuse("top_logprobs", "it needs logprobs to be true")

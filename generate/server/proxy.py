@@ -68,7 +68,7 @@ def build(service: Service, upstream: Upstream, policy: Policy, log: Log) -> Gua
     own = {"/health": shown(health), "/v1/health": shown(health), "/props": shown(props), "/metrics": metrics}
     routes: list[BaseRoute] = [*page.routes(), *(Route(path, answer, methods=["GET"]) for path, answer in own.items())]
     routes.append(Route("/api/pull", ollama.pull, methods=["POST"]))
-    forward = partial(Forward, service, upstream, upstream.client(service.most))
+    forward = partial(Forward, service, upstream, upstream.client(service.max_requests))
     post = {path: path for path in (*SHORTENED, *PASSED)} | {path.removeprefix("/v1"): path for path in UNVERSIONED}
     routes += [Route(path, forward("POST", target), methods=["POST"]) for path, target in post.items()]
     get = {path: path for path in READ} | {"/models": "/v1/models"}

@@ -25,7 +25,7 @@ SHOWN = (  # options of generation that /props shows also where nothing sets the
 class Service:
     """One model and the requests that it works on.
 
-    most      requests at once, running and waiting
+    max_requests  requests at once, running and waiting
     replica   the name of this server among several, a label of its figures
     options   of generation, for requests that leave them out
     running   requests now
@@ -36,8 +36,8 @@ class Service:
     short_jobs  a thread that prepares short prompts one after the other; many threads at once would all finish late
     """
 
-    def __init__(self, most: int, replica: str | None = None, options: Mapping[str, Any] | None = None):
-        self.most, self.running, self.slots, self.draining = most, 0, 1, False
+    def __init__(self, max_requests: int, replica: str | None = None, options: Mapping[str, Any] | None = None):
+        self.max_requests, self.running, self.slots, self.draining = max_requests, 0, 1, False
         self.metrics, self.options = Metrics(replica), dict(options or {})
         self.store = Store()
         self.compressor: Compressor | None = None
@@ -96,7 +96,7 @@ class Service:
         """Count a request while it runs; raises ApiError if there are too many, and while the server shuts down."""
         if self.draining:
             raise ApiError(503, "the server shuts down", retry=RETRY)
-        if self.running >= self.most:
+        if self.running >= self.max_requests:
             self.metrics.counters["admission_rejections"] += 1
             raise ApiError(503, f"{self.running} requests run or wait, which is the most allowed", retry=RETRY)
         self.running += 1

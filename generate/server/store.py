@@ -23,8 +23,8 @@ class Stored:
 class Store:
     """Responses by id, for several threads: requests are parsed beside the event loop."""
 
-    def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES):
-        self._most, self._most_bytes, self._bytes = most, most_bytes, 0
+    def __init__(self, max_responses: int = MOST, max_bytes: int = MOST_BYTES):
+        self._max_responses, self._max_bytes, self._bytes = max_responses, max_bytes, 0
         self._held: OrderedDict[str, Stored] = OrderedDict()
         self._response_of: dict[str, str] = {}  # the id of an output item to that of its response
         self._lock = threading.Lock()
@@ -49,7 +49,9 @@ class Store:
             return next(item for item in self._held[response].body["output"] if item["id"] == id)
 
     def _missing(self, id: str) -> ApiError:
-        return ApiError(404, f"response {id!r:.80} is not found; the last {self._most} are kept while the server runs")
+        return ApiError(
+            404, f"response {id!r:.80} is not found; the last {self._max_responses} are kept while the server runs"
+        )
 
     def put(self, id: str, stored: Stored) -> None:
         """Keep a response, and drop the oldest beyond the bounds."""
@@ -57,7 +59,7 @@ class Store:
             self._held[id] = stored
             self._bytes += stored.size
             self._response_of |= dict.fromkeys(_items(stored), id)
-            while self._held and (len(self._held) > self._most or self._bytes > self._most_bytes):
+            while self._held and (len(self._held) > self._max_responses or self._bytes > self._max_bytes):
                 self._forget(self._held.popitem(last=False)[1])
 
     def delete(self, id: str) -> None:

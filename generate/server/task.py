@@ -103,16 +103,16 @@ def compiled(facts: Facts, grammar: Grammar) -> Callable[[], Guide]:
     try:
         return facts.grammars.guide(grammar.text)
     except SchemaError as error:
-        raise ApiError(400, str(error), param=grammar.field if error.of == REPLY else "tools") from None
+        raise ApiError(400, str(error), param=grammar.field if error.owner == REPLY else "tools") from None
     except UsageError as error:
         raise ApiError(400, str(error), param=grammar.field) from None
 
 
-def is_short(task: Task, most: int) -> bool:
-    """Test whether there are at most `most` characters to prepare: a short request may continue a long conversation."""
+def is_short(task: Task, max_characters: int) -> bool:
+    """Test whether a request has at most `max_characters` to prepare; a short one may continue a long conversation."""
     given = [(each.messages, each.options, each.begun) if isinstance(each, Chat) else each for each in task.prompts]
     count, left = 0, list[Any](given)
-    while left and count <= most:
+    while left and count <= max_characters:
         each = left.pop()
         if isinstance(each, Mapping):
             left += each.keys()
@@ -120,7 +120,7 @@ def is_short(task: Task, most: int) -> bool:
         elif isinstance(each, list | tuple):
             left += each
         count += len(each) if isinstance(each, str) else 1
-    return task.grammar is None and count <= most
+    return task.grammar is None and count <= max_characters
 
 
 def rendered(llm: LLM, task: Task) -> list[Prepared]:

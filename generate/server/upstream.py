@@ -35,11 +35,11 @@ class Upstream:
     key: str | None = field(default=None, repr=False)
     model: str | None = None
 
-    def client(self, most: int) -> httpx2.AsyncClient:
+    def client(self, max_connections: int) -> httpx2.AsyncClient:
         """Make an HTTP client of at most so many connections, which ignores redirects and the machine's proxies."""
         return httpx2.AsyncClient(
             timeout=httpx2.Timeout(SILENT, connect=CONNECTING, write=WRITING),
-            limits=httpx2.Limits(max_connections=most),
+            limits=httpx2.Limits(max_connections=max_connections),
             follow_redirects=False,
             trust_env=False,
         )
@@ -94,13 +94,15 @@ def refusal_of(data: bytes) -> tuple[str, str | None]:
     return message, code if isinstance(code, str) and code.isidentifier() and len(code) < 80 else None
 
 
-async def read_body(response: httpx2.Response, most: int) -> bytes:
-    """Read the body of an answer; raises ApiError beyond `most` bytes."""
+async def read_body(response: httpx2.Response, max_bytes: int) -> bytes:
+    """Read the body of an answer; raises ApiError beyond `max_bytes` bytes."""
     held = bytearray()
     async for part in response.aiter_raw():
         held += part
-        if len(held) > most:
-            raise ApiError(502, f"the upstream server's answer has more than {most} bytes, which is the most supported")
+        if len(held) > max_bytes:
+            raise ApiError(
+                502, f"the upstream server's answer has more than {max_bytes} bytes, which is the most supported"
+            )
     return bytes(held)
 
 

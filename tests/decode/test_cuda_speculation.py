@@ -232,7 +232,7 @@ def test_trees_with_cold_experts(name, tmp_path):
     checkpoint, whole = tiny.checkpoint(name), load_model(tiny.checkpoint(name), CudaOps())
     c, layers = whole.config, len(whole.layout.layers)
     sizes = hot_sizes(predict_stacks(checkpoint, whole.layout, whole.ops), c.experts.count)
-    ops = CudaOps(HotExperts((sizes.least + sizes.whole) // 2, c.experts.top_k))
+    ops = CudaOps(HotExperts((sizes.min_budget + sizes.max_budget) // 2, c.experts.top_k))
     folder = tiny_draft.write(tmp_path / "draft", c.hidden, c.vocab, layers, [0, layers - 1], laguna=name == "laguna")
     prompt, texts = tiny.golden(name)["ids"][:12].tolist(), []
     for model, how in ((whole, Speculation("off")), (load_model(checkpoint, ops), Speculation("lookup+tree", 20))):

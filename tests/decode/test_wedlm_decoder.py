@@ -297,7 +297,7 @@ def test_a_token_is_drawn_with_a_number_of_its_own(options, model, monkeypatch):
         def __init__(self, sampler, depths):
             super().__init__(sampler, depths)
             first = len(PROMPT) + sum(sampler.reply.values())
-            for depth, number in zip(depths.tolist(), self.left.tolist(), strict=True):
+            for depth, number in zip(depths.tolist(), self.random_numbers.tolist(), strict=True):
                 drawn.setdefault(first + depth, set()).add(number)
 
     monkeypatch.setattr(wedlm, "Ahead", Noted)

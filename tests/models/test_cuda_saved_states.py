@@ -118,7 +118,7 @@ def test_copies_through_pinned_memory(ops, nbytes, monkeypatch):
     monkeypatch.setattr(staged, "CHUNK", 64)
     monkeypatch.setattr(memory, "LARGE", 1)
     stream, found = ops.context.stream, np.empty((3, nbytes), np.uint8)
-    stream.staged.made, source = None, np.empty(nbytes, np.uint8)
+    stream.staged.started, source = None, np.empty(nbytes, np.uint8)
     device = memory.Memory(3 * nbytes, stream)
     expected = np.random.default_rng(0).integers(0, 255, (3, nbytes), np.uint8)
     for i, array in enumerate(expected):
@@ -126,7 +126,7 @@ def test_copies_through_pinned_memory(ops, nbytes, monkeypatch):
         memory.copy_in(device.address + i * nbytes, source, stream)
     cupy.cuda.runtime.memcpyAsync(found.ctypes.data, device.address, found.nbytes, 2, stream.ptr)
     stream.synchronize()
-    stream.staged.made = None
+    stream.staged.started = None
     assert np.array_equal(found, expected)
 
 
@@ -146,7 +146,7 @@ def test_copies_that_wait(ops, monkeypatch):
     copies = background_copies.BackgroundCopies(ops.context.stream.cuda)
     slow, out = Future(), np.empty(101, np.uint8)
     copies.waiting.append((slow, out))
-    assert (copies.waiting_bytes, copies.most(0), copies.most(699)) == (101, 100, 200)
+    assert (copies.waiting_bytes, copies.limit(0), copies.limit(699)) == (101, 100, 200)
     copies.make_room(100, 1200)  # returns at once: a quarter of what is free is more
     slow.set_result(None)
     assert copies.waiting_bytes == 0

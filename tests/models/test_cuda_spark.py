@@ -31,7 +31,7 @@ def test_the_text_is_that_of_the_resident_model(run, sizes, tmp_path):  # noqa: 
     profile = tmp_path / "laguna.spark.csv"
     counts, named = [], ("--expert-profile", str(profile))
     for share, more in ((0.0, ()), (0.5, named), (0.5, named)):
-        vram = sizes.least + int(share * (sizes.whole - sizes.least))
+        vram = sizes.min_budget + int(share * (sizes.max_budget - sizes.min_budget))
         code, hot, err = run(*ASK, "--spark", "--expert-vram", str(vram), "--stats", *more)
         assert (code, hot) == (0, text), err
         assert re.search(r"hot experts: [\d.]+ of [\d.]+ GB in VRAM \(\d+%\)", err)
@@ -43,7 +43,7 @@ def test_the_text_is_that_of_the_resident_model(run, sizes, tmp_path):  # noqa: 
 def test_from_python(folder, sizes):  # noqa: F811
     with generate.load(folder, backend="cuda", ctx=256) as whole:
         expected = [whole.generate(prompt, max_tokens=9).text for prompt in ("abc", "def")]
-    vram = (sizes.least + sizes.whole) // 2
+    vram = (sizes.min_budget + sizes.max_budget) // 2
     with generate.load(folder, backend="cuda", ctx=256, spark=True, expert_vram=vram) as llm:
         replies = [llm.generate(prompt, max_tokens=9) for prompt in ("abc", "def")]
         assert [reply.text for reply in replies] == expected
@@ -57,10 +57,10 @@ def test_from_python(folder, sizes):  # noqa: F811
 def test_refusals(run, sizes, tmp_path):  # noqa: F811
     other = tmp_path / "other.csv"
     other.write_text("1,2\n3,4\n")
-    half = str((sizes.least + sizes.whole) // 2)
+    half = str((sizes.min_budget + sizes.max_budget) // 2)
     for flags, message in (
-        (("--expert-vram", str(sizes.least - 1)), "the least for this model is"),
-        (("--expert-vram", str(sizes.whole)), "so spark has no effect"),
+        (("--expert-vram", str(sizes.min_budget - 1)), "the least for this model is"),
+        (("--expert-vram", str(sizes.max_budget)), "so spark has no effect"),
         (("--expert-vram", half, "--expert-profile", str(other)), "is the profile of another model"),
         (("--devices", "0"), "spark runs on one GPU, the first one"),
         ((), "so spark has no effect"),

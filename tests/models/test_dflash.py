@@ -153,7 +153,7 @@ def test_lagunas_form_against_its_formula(tmp_path, ops):
 
     w = {name: dequantize(tensor).astype(np.float64) for name, tensor in open_checkpoint(folder).tensors.items()}
     w = {name.removesuffix(".weight"): value for name, value in w.items()}
-    features = [ops.read(tap.taken[i]) for i in pair.draft.taps]
+    features = [ops.read(tap.outputs[i]) for i in pair.draft.taps]
     normed = [rms(f, w[f"aux_hidden_norms.{i}"]) for i, f in enumerate(features)]
     context = rms(np.concatenate(normed, -1) @ w["fc"].T, w["hidden_norm"])
     table = dequantize(tiny.checkpoint("laguna").tensors["model.embed_tokens.weight"]).astype(np.float64)

@@ -56,7 +56,7 @@ def assert_formula(folder: Path, name: str, ops, pair=None) -> None:
     pair = load_pair(folder, target) if pair is None else pair
     tap = Tap(ops, pair.draft.taps)
     target.definition.forward(tap, target.config, target.weights, target.new_state(64), Step.chain(text[:PAST], 0))
-    features = np.concatenate([ops.read(tap.taken[i]) for i in pair.draft.taps], -1).astype(np.float64)
+    features = np.concatenate([ops.read(tap.outputs[i]) for i in pair.draft.taps], -1).astype(np.float64)
     want = tiny_eagle.expected(folder, features, table_of(name), text[: PAST + DRAFTS], DRAFTS)
     got = proposals(pair, text)
     assert np.abs(want).max() > 1

@@ -57,7 +57,7 @@ def poisoned_ops() -> CudaOps:
 
     def poisoned(nbytes, lasting=False):
         address = take(nbytes, lasting)
-        for stream in (ops.context.side, ops.context.stream):
+        for stream in (ops.context.side_stream, ops.context.stream):
             stream.synchronize()
         cupy.cuda.runtime.memsetAsync(address, 0xFF, nbytes, ops.context.stream.ptr)
         ops.context.stream.synchronize()

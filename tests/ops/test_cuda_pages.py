@@ -61,7 +61,7 @@ def copy_out(address: int, nbytes: int, stream) -> np.ndarray:
 
 def table(pool) -> np.ndarray:
     """The page numbers of each slot, as kernels read them."""
-    flat = copy_out(pool.pages.table, 4 * pool.slots * pool.pages.each, pool.stores[0].stream)
+    flat = copy_out(pool.pages.table, 4 * pool.slots * pool.pages.pages_per_slot, pool.stores[0].stream)
     return flat.view(np.int32).reshape(pool.slots, -1)
 
 
@@ -230,7 +230,7 @@ def test_a_cancelled_prompt_gives_its_pages_back(ops, monkeypatch):
 
     submit([7, 8])
     cancelled = submit([i % 90 for i in range(400)])
-    while cancelled.parts is None:
+    while cancelled.unfinished_parts is None:
         engine.turn()
     cancelled.call.cancel.set()
     engine.drain()
@@ -238,7 +238,7 @@ def test_a_cancelled_prompt_gives_its_pages_back(ops, monkeypatch):
     last = submit([i % 80 for i in range(400)])
     engine.drain()
     assert ends == [None] * 3
-    assert (last.new, last.slot is cancelled.slot) == (5, False)
+    assert (last.new_tokens, last.slot is cancelled.slot) == (5, False)
 
 
 def test_scores_take_memory_for_their_tokens_alone(ops):

@@ -151,7 +151,7 @@ def test_pack_codes_as_mlx_does(bits):
 def test_stored_dtype():
     small, big = _any("F32", 4, 256), _any("Q4_K", 64, 256)
     assert stored_dtype([small, big]) == mx.float16
-    assert stored_dtype([small, big], wide=True) == mx.bfloat16
+    assert stored_dtype([small, big], exceeds_float16=True) == mx.bfloat16
     assert stored_dtype([small, _any("BF16", 64, 256)]) == mx.bfloat16
     assert stored_dtype([small]) == mx.float32
     matrix = mx.random.normal((64, 256)).astype(mx.bfloat16)

@@ -226,9 +226,9 @@ def test_listening_beyond_this_machine_needs_a_key(monkeypatch):
 
 def test_a_server_that_loads_is_full_or_ends_refuses_for_a_while(scripted):
     service = scripted.service
-    service.most = 0
+    service.max_requests = 0
     full = scripted.post(CHAT, json=USER)
-    service.most, service.draining = 64, True
+    service.max_requests, service.draining = 64, True
     draining = scripted.post("/v1/messages", json={**USER, "max_tokens": 5})
     health = scripted.get("/health")
     service.draining, service._facts, service._llm = False, None, None

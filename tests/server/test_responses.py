@@ -342,7 +342,7 @@ def test_the_store_is_bounded_in_number_and_bytes():
     from generate.server.errors import ApiError
     from generate.server.store import Store, Stored
 
-    store = Store(most=3, most_bytes=100)
+    store = Store(max_responses=3, max_bytes=100)
     for at in range(5):
         store.put(str(at), Stored({}, [], 10))
     assert len(store) == 3
