@@ -1047,7 +1047,7 @@ def test_micro_batches_of_stretches(room, monkeypatch):
     replies = [submit(engine, prompt, **how) for prompt, how in asked]
     cancelled = submit(engine, [3, 4, 5], max_tokens=60, spec="off")
     while engine.turn():
-        if cancelled.sequence.new >= 30:
+        if cancelled.sequence.new_tokens >= 30:
             cancelled.call.cancel.set()
     between = [kind == "hand out" and other is not each for (_, other), (kind, each) in pairwise(done)]
     assert sum(between) > len(done) / (3 if room == 10**6 else 20)
@@ -1244,7 +1244,7 @@ def test_a_step_that_is_refused_within_a_stretch_ends_its_replies():
     model = tiny.load("llama", AheadOps())
     engine = without_clock(Engine(model, Ids(), CONTEXT, parallel=3))
     replies, run = [submit(engine, [n, 6, 7], max_tokens=40) for n in range(3)], model.ops.run
-    while min(reply.sequence.new for reply in replies) < 5:
+    while min(reply.sequence.new_tokens for reply in replies) < 5:
         engine.turn()
 
     def refused(fn, state, step):
