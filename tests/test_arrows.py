@@ -21,7 +21,7 @@ ENGINE = {
     f"common.{name}"
     for name in (
         *("attention_scores", "checks", "engine", "joined_step", "row_runner"),
-        *("scores", "sequence", "slot", "slots", "suspended", "warm_up"),
+        *("scores", "sequence", "slot", "slots", "stretches", "suspended", "warm_up"),
     )
 }
 UPPER = {"common.models", "common.decode", "common.pieces"} | ENGINE
