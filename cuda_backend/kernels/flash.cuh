@@ -123,7 +123,7 @@ struct Pieces {
 
 // The committed tiles that tall.cu or wide.cu computes, all of whose rows are codes, or all float16: pieces `first` to
 // `first` + `whole` - 1 and, of piece `resumed` (-1: none), the tiles before position `until`, after which split.cu continues.
-struct WideTiles {
+struct CommittedTiles {
     int first, whole, resumed, until;
     // sinks, recent: `first` and `recent` of exact.cuh, or 0
     __device__ void find(const Pieces& pieces, int past, int sinks, int recent) {

@@ -113,7 +113,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
     __shared__ int2 coming[4];
     __shared__ int place, opened;  // of the piece that is fetched next, and its first tile; thread 0's
     __shared__ int items, jobs;  // pieces for all rows, tiles for rows of a tree
-    [[maybe_unused]] __shared__ WideTiles others;  // TAILS: what tall.cu or wide.cu computes
+    [[maybe_unused]] __shared__ CommittedTiles others;  // TAILS: what tall.cu or wide.cu computes
     __shared__ int ctas, first_job, past;  // of the run; of those tiles, this CTA's first; committed positions
     __shared__ int2 spans[ROWS];  // first and last position that a row sees
     __shared__ int heads[ROWS];   // where a row lies in (T, H)

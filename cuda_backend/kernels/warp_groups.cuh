@@ -32,7 +32,7 @@ __device__ __forceinline__ u32 parity_of(int n) { return n / STAGES % 2; }
 struct Work {
     Part part;
     Pieces pieces;
-    WideTiles tiles;
+    CommittedTiles tiles;
     HeadRows planes[2];  // keys, values
     int begin, end;
     // The first piece of a share. The end of a piece costs about half a tile.
