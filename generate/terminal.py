@@ -138,9 +138,11 @@ def speculation_figures(stats: Stats) -> str:
     against = f", {stats.speedup:.2f} x plain decoding" if stats.speedup and stats.is_timed else ""
     positions = " ".join(f"{share:.0%}" for share in accepted.by_position)
     phases = ", ".join(f"{name} {1e3 * seconds / steps:.2f}" for name, seconds in accepted.seconds.items())
+    plain = accepted.budgets[0]
+    without = f"{plain} of {steps} steps without draft tokens; " if plain else ""
     return (
         f"speculative decoding: {accepted.length:.2f} tokens per step of {accepted.rows / steps:.1f} rows{against}; "
-        f"accepted by position: {positions or 'none'}\n"
+        f"{without}accepted by position: {positions or 'none'}\n"
         f"ms per step: {phases}"
     )
 
