@@ -3,7 +3,7 @@
 // Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
 // In        q [T][H][D] float16 and keys and values [K][place][D], float16 or codes
 // Out       for every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
-// Build     formats.cuh, without TURBOQUANT; D, 128 or 256; ROWS_EACH of a warp group, 16, 32 or 48; GROUPS=3; STAGES, CODED:
+// Build     formats.cuh, without TURBOQUANT; D, 256; ROWS_EACH of a warp group, 16, 32 or 48; GROUPS=3; STAGES, CODED:
 //           warp_groups.cuh; ALONE, EXACT: split.cu; launched as split.cu, without a window
 // Work      rows are (t, query head of the group), a third for each of three warp groups, which read the same tiles and otherwise
 //           never wait for one another. Products are transposed: positions, then columns of values, are the 64 rows of a product, and rows
