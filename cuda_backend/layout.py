@@ -227,6 +227,17 @@ def latent_tiles(card: Card, width: int) -> tuple[int, int, int]:
     raise BimetalError(f"{card.name} has too little shared memory for latents {width} wide")
 
 
+def tall_latent_tiles(card: Card, width: int, latent: int) -> tuple[tuple[str, ...], int, int, int] | None:
+    """Return the build of kernels/tall_latent.cu: (definitions, bytes of shared memory, threads, rows per CTA).
+
+    Returns None if the kernel has no build for float16 rows of `latent` + 64 channels.
+    """
+    if card.capability != 90 or (latent, width) != (512, 576):
+        return None
+    sizes = f"R={latent}", f"D={width}", "STAGES=2", "GROUPS=2", "ROWS_EACH=32", "ALONE=0", "WINDOWED=0"
+    return sizes, (64 + 2 * SPLIT_TILE) * 2 * width + 32, 384, 64
+
+
 def split_tiles(
     card: Card, width: int, rows: int, packed: int = 0, exact: bool = False
 ) -> tuple[tuple[str, ...], int, int]:

@@ -6,11 +6,15 @@ from pathlib import Path
 from cuda_backend.layout import UNITS
 
 KERNELS = Path(__file__).with_name("kernels")
-ARCHITECTURES = {"tall": "sm_90a", "wide": "sm_90a"}  # kernels with instructions of one compute capability alone
+ARCHITECTURES = {
+    "tall": "sm_90a",
+    "tall_latent": "sm_90a",
+    "wide": "sm_90a",
+}  # kernels with instructions of one compute capability alone
 OPTIONS = ("-std=c++17", "-fmad=false")  # sums are rounded as written, equally in all kernels
 HEADERS = (  # each header, and the kernels that need it, all of them after prelude.cuh
     ("tile.cuh", ("experts", "single", "repack", "expand")),
-    ("flash.cuh", ("attention", "split", "tall", "wide", "one_row", "latent", "pieces")),
+    ("flash.cuh", ("attention", "split", "tall", "tall_latent", "wide", "one_row", "latent", "pieces")),
     ("keys.cuh", ("sample", "draw", "top_k", "entropy")),
     (
         "plane.cuh",
@@ -19,6 +23,7 @@ HEADERS = (  # each header, and the kernels that need it, all of them after prel
             "choose_blocks",
             "split",
             "tall",
+            "tall_latent",
             "wide",
             "one_row",
             "latent",
@@ -28,18 +33,32 @@ HEADERS = (  # each header, and the kernels that need it, all of them after prel
             "calibrate",
         ),
     ),
-    ("exact.cuh", ("attention", "split", "tall", "wide", "one_row", "latent", "heads_to_cache", "to_cache")),
+    (
+        "exact.cuh",
+        ("attention", "split", "tall", "tall_latent", "wide", "one_row", "latent", "heads_to_cache", "to_cache"),
+    ),
     (
         "formats.cuh",
-        ("attention", "split", "tall", "wide", "one_row", "latent", "heads_to_cache", "to_cache", "pieces"),
+        (
+            "attention",
+            "split",
+            "tall",
+            "tall_latent",
+            "wide",
+            "one_row",
+            "latent",
+            "heads_to_cache",
+            "to_cache",
+            "pieces",
+        ),
     ),
     ("encode.cuh", ("latent", "heads_to_cache", "to_cache")),
-    ("decode.cuh", ("attention", "split", "tall", "wide", "one_row", "latent")),
-    ("operands.cuh", ("split", "tall", "wide", "one_row")),
+    ("decode.cuh", ("attention", "split", "tall", "tall_latent", "wide", "one_row", "latent")),
+    ("operands.cuh", ("split", "tall", "tall_latent", "wide", "one_row")),
     ("head.cuh", ("rows", "heads_to_cache")),
-    ("ring.cuh", ("experts", "single", "tall", "wide")),
-    ("hopper.cuh", ("tall", "wide")),
-    ("warp_groups.cuh", ("tall", "wide")),
+    ("ring.cuh", ("experts", "single", "tall", "tall_latent", "wide")),
+    ("hopper.cuh", ("tall", "tall_latent", "wide")),
+    ("warp_groups.cuh", ("tall", "tall_latent", "wide")),
     ("product.cuh", ("experts", "single")),
     ("packed.cuh", ("single",)),
     ("convolve.cuh", ("delta", "prepare")),

@@ -146,15 +146,17 @@ __device__ __forceinline__ float power(float x) { return x >= -126.0f ? __int_as
 struct Part {
     int run, block, blocks, share, shares;
 };
+// As part_of, of a step of one run: a step may have fewer rows than its graph has blocks for.
+__device__ __forceinline__ Part part_alone(int rows, int group, int size, int share, int each) {
+    const int blocks = (rows * group + size - 1) / size;
+    if (blocks == (int)gridDim.x) return {0, (int)blockIdx.x, blocks, share, each};
+    const int n = share * gridDim.x + blockIdx.x, shares = each * gridDim.x / blocks;
+    return {n < shares * blocks ? 0 : -1, n % blocks, blocks, n / blocks, shares};
+}
 __device__ __forceinline__ Part part_of(const StepState* step, int group, int size, int window, int share, int each, int first_t = 0,
                                         int T = 1 << 30) {
     const int runs = step->runs, n = share * gridDim.x + blockIdx.x, all = each * gridDim.x, lane = threadIdx.x % 32;
-    if (runs == 1) {
-        const int blocks = (min(step->run[0].rows - first_t, T) * group + size - 1) / size;
-        if (blocks == (int)gridDim.x) return {0, (int)blockIdx.x, blocks, share, each};
-        const int shares = all / blocks;
-        return {n < shares * blocks ? 0 : -1, n % blocks, blocks, n / blocks, shares};
-    }
+    if (runs == 1) return part_alone(min(step->run[0].rows - first_t, T), group, size, share, each);
     int blocks[2], tiles[2], shares[2], sum = 0, work = 0, mine = 0;  // for two runs
 #pragma unroll
     for (int j = 0; j < 2; j++) {

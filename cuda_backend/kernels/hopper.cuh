@@ -67,8 +67,9 @@ template <int N>
 __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
-// Synchronizes the 128 threads that name barrier `id`, 1 to 15.
+// Synchronizes the 128 threads that name barrier `id`, 1 to 15; or the 256 threads.
 __device__ __forceinline__ void group_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
+__device__ __forceinline__ void two_groups_sync(int id) { asm volatile("bar.sync %0, 256;" ::"r"(id) : "memory"); }
 // Sets the number of registers per thread of the warp group.
 template <int N>
 __device__ __forceinline__ void more_registers() {

@@ -3,8 +3,9 @@
 // In        cache [capacity][W] float16: the latent padded to R, then the roped key padded to W - R; q [T][H][W] float16 in the
 //           same layout. gather writes both                  Out  sums and stats of pieces.cu, sums [place][T][H][R]
 // Build     APART: latents have their own plane, in the format KEYS of formats.cuh; R, W: multiples of 16; TILE: positions of a tile, 32
-//           or 64; BUFFERS: number of buffers of 32 positions in shared memory, 2 to 5; WINDOWED, 0: flash.cuh; ALONE: split.cu
-// Work      split: 32 rows (t, head) per CTA of 8 warps, the past is divided into pieces of equal length. q stays in registers. For
+//           or 64; BUFFERS: number of buffers of 32 positions in shared memory, 2 to 5; WINDOWED, 0: flash.cuh; ALONE: split.cu; TAILS: only the
+//           tiles with rows of the step; tall_latent.cu computes the others
+// Work      latent: 32 rows (t, head) per CTA of 8 warps, the past is divided into pieces of equal length. q stays in registers. For
 //           the products of a tile with q, a warp takes a quarter of the channels and half of the positions; eight lanes compute the
 //           softmax of a row; for the output a warp takes an eighth of the latent's columns of all rows. Tiles with rows of the
 //           step are separate pieces; in a branching tree there is one for the heads of each row
@@ -35,6 +36,9 @@
 #ifndef ALONE
 #define ALONE 0
 #endif
+#ifndef TAILS
+#define TAILS 0
+#endif
 
 // Copies a row of W values by eight threads, a line at a time.
 __device__ __forceinline__ void load_row(u16* buffer, const u16* from) {
@@ -63,7 +67,7 @@ __device__ __forceinline__ void load_place(u16* buffer, const HeadRows (&planes)
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
-split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, const int* positions, int T, int first_t, float scale,
+latent(const u16* q, Plane cache, Plane roped, int H, const StepState* step, const int* positions, int T, int first_t, float scale,
       int trunk, float* sums, float2* stats) {
     release_next();
     extern __shared__ __align__(16) u16 shared[];
@@ -74,14 +78,13 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     u16 *buffers = shared, *ps = buffers + BUFFERS * LOAD * STRIDE;  // ps: the probabilities
     float *scores = (float*)(ps + ROWS * (TILE + 8));
     const float lowest = -__int_as_float(0x7f800000);
+    __shared__ Part own;
 #if ALONE
-    const Part own = {0, (int)blockIdx.x, (int)gridDim.x, (int)blockIdx.y, (int)gridDim.y};
     constexpr int first_of_run = 0;
 #else
-    __shared__ Part own;
     __shared__ int first_of_run;
     if (threadIdx.x < 32) {
-        const Part part = part_of(step, H, ROWS, 0, blockIdx.y, gridDim.y, first_t, T);
+        const Part part = part_of(step, H, ROWS, 0, blockIdx.z, gridDim.z, first_t, T);
         if (threadIdx.x == 0) own = part, first_of_run = step->run[max(part.run, 0)].first;
     }
     __syncthreads();
@@ -93,11 +96,12 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     __shared__ int ctas, first_job, first_row, end_row;  // CTAs of the run, and this one's first tile after the trunk; rows of a tile
     const int parts = (H + ROWS - 1) / ROWS;
     if (threadIdx.x == 0) {
-        const Run& run = step->run[own.run];
+        if (ALONE) own = part_alone(min(step->run[0].rows - first_t, T), H, ROWS, blockIdx.z, gridDim.z);
+        const Run& run = step->run[max(own.run, 0)];
         const Mask mask(step, run, first_of_run, positions, 0, 0, 0, first_t, T);
         ctas = own.shares * own.blocks, first_job = ctas - 1 - (own.share * own.blocks + own.block);
         planes[0] = rows_of(cache, run.slot, 0, cache.row), planes[1] = rows_of(roped, run.slot, 0, roped.row);
-        pieces.cut(TILE == 64 ? 6 : 5, mask.past, mask.rows, 0, 0, 0, min((int)gridDim.y, MOST_SINGLE), trunk);
+        pieces.cut(TILE == 64 ? 6 : 5, mask.past, mask.rows, 0, 0, 0, min((int)gridDim.z, MOST_SINGLE), trunk);
         tails = pieces.tails * (run.branches ? mask.rows * parts : own.blocks);
         const int page = mask.past / PAGE, last = (mask.past + max(mask.rows, 1) - 1) / PAGE;
         for (int i = 0; i < 2; i++) {
@@ -107,9 +111,10 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
         if (planes[0].table) own_pages[0] = planes[0].table[page], own_pages[1] = planes[0].table[last];
     }
     __syncthreads();
+    if (own.run < 0) return;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = warp % 4, half = warp / 4, mine = threadIdx.x / 8;
     // first the pieces that begin within this share of the trunk, then tiles of the tail, for a block of rows or for one row of a tree
-    for (int job = -1; job < tails; job = job < 0 ? first_job : job + ctas) {
+    for (int job = TAILS ? first_job : -1; job < tails; job = job < 0 ? first_job : job + ctas) {
         const Run& run = step->run[own.run];
         const Mask mask(step, run, first_of_run, positions, 0, 0, 0, first_t, T);  // read again, to save registers
         const int rows = max(0, mask.rows) * H;

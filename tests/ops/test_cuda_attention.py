@@ -21,6 +21,7 @@ from cuda_backend import replay  # noqa: E402
 from cuda_backend.arrays import Array  # noqa: E402
 from cuda_backend.attention import pieces_launches  # noqa: E402
 from cuda_backend.exact import NO_EXACT  # noqa: E402
+from cuda_backend.latent import latent_launches  # noqa: E402
 from cuda_backend.layout import takes_64_rows  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -34,9 +35,10 @@ def ops():
 class Attention:
     """Layers to compare rows of: random queries, keys and values by node of a tree."""
 
-    def __init__(self, ops, H: int, K: int, D: int, spec, window: int | None = None):
-        self.ops, self.spec, self.window, self.random = ops, spec, window, np.random.default_rng(3)
-        self.widths = ((H, D), (K, D), (K, D)) if not isinstance(spec, LatentSpec) else ((H, D), (H, 8), (D,), (8,))
+    def __init__(self, ops, H: int, K: int, D: int, spec, window: int | None = None, scale: float = 0.3):
+        self.ops, self.spec, self.window, self.scale, self.random = ops, spec, window, scale, np.random.default_rng(3)
+        is_latent = isinstance(spec, LatentSpec)
+        self.widths = ((H, D), (H, spec.rope_dim), (D,), (spec.rope_dim,)) if is_latent else ((H, D), (K, D), (K, D))
         self.past = [self.random.normal(size=(320, *shape)).astype(np.float32) for shape in self.widths]
 
     def state(self, past: int):
@@ -51,8 +53,8 @@ class Attention:
         self.ops.context.arena.reset()
         arrays = [rows_on(self.ops, x.reshape(len(x), -1)).reshape(x.shape) for x in inputs]
         if isinstance(self.spec, LatentSpec):
-            return self.ops.read(self.ops.latent_attention(*arrays, state[0].kv, step, 0.3))
-        return self.ops.read(self.ops.attention(*arrays, state[0].kv, step, 0.3, self.window))
+            return self.ops.read(self.ops.latent_attention(*arrays, state[0].kv, step, self.scale))
+        return self.ops.read(self.ops.attention(*arrays, state[0].kv, step, self.scale, self.window))
 
     def check(self, past: int, n: int) -> None:
         """A tree of n rows against the chain of each leaf, and against plain decoding of one leaf."""
@@ -241,6 +243,24 @@ def test_products_of_warp_groups_after_a_long_past(past, H, K, D, kernel, rows, 
     for n in rows:
         assert [x.name for x in launches_after_a_long_past(ops, KVSpec(K, D, D), H, n)] == [kernel, "split"]
         Attention(ops, H, K, D, KVSpec(K, D, D)).check(past, n)
+
+
+@pytest.mark.parametrize("multiprocessors", [2, 132])
+@pytest.mark.parametrize(("past", "rows"), [(192, (2, 4)), (300, (3, 22)), (1100, (9,))])
+def test_latents_after_a_long_past(past, rows, multiprocessors, ops, monkeypatch):
+    """Rows of kernels/tall_latent.cu have the bits of plain decoding, also those of a tree.
+
+    latent.cu computes the tails.
+    """
+    monkeypatch.setattr(replay, "LONG_PAST", 100)
+    monkeypatch.setattr(ops, "context", on_multiprocessors(on_hopper(ops.context), multiprocessors))
+    spec = LatentSpec(512, 64)
+    kv = ops.new_state([{"kv": spec}], 400)[0].kv
+    for n in rows:
+        step = ops.context.step_of(Step.chain(np.zeros(n, np.int32), 0), kv.store)
+        launches = latent_launches(ops.context.card, kv, dataclasses.replace(step, long_past=True), 20)
+        assert [x.name for x in launches] == ["tall_latent", "latent"]
+        Attention(ops, 20, 1, 512, spec, scale=0.04).check(past, n)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 2, 3])

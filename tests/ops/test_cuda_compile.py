@@ -44,6 +44,7 @@ from cuda_backend.layout import (
     split_rows,
     split_tiles,
     takes_64_rows,
+    tall_latent_tiles,
     tile_defines,
     warp_groups,
     whole_tiles,
@@ -217,11 +218,14 @@ def latent_builds(card: Card) -> list[Build]:
     builds: list[Build] = []
     latents = ((16, 32), (128, 144), (512, 576)) if card.capability >= 80 else ((16, 32), (128, 144))
     builds += [("latent", latent(card, *widths)) for widths in latents if widths != (128, 144)]
+    groups = tall_latent_tiles(card, 576, 512)
+    builds += [("latent", (*latent(card, 512, 576), "TAILS=1"))] if groups else []
     coded = [(f, *widths) for f in ("BF16", "Q8_0", "Q4_0", "LM4", "TQ3_0") for widths in latents[1:]]
     builds += [
         ("latent", (*latent(card, *w), "APART=1", f"KEYS={f}", f"TURN_KEYS={int(f != 'Q8_0')}")) for f, *w in coded
     ]
-    return [(stem, (*defines, f"ALONE={alone}")) for stem, defines in builds for alone in (0, 1)]
+    builds = [(stem, (*defines, f"ALONE={alone}")) for stem, defines in builds for alone in (0, 1)]
+    return builds + ([("tall_latent", groups[0])] if groups else [])
 
 
 def recurrent_builds(card: Card) -> list[Build]:

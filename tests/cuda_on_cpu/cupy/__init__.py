@@ -134,15 +134,17 @@ static void wgmma(float (&d)[N / 2], u32 a, u32 b, bool adds) {
 static float exp2_for_half(float x) { return exp2f(x); }
 struct Group { unsigned short arrived; unsigned phase; };  // begin as -1
 __shared__ Group groups_of_threads[16];
-static void group_sync(int id) {
+static void threads_sync(int id, int threads) {
     Group& all = groups_of_threads[id];
     const unsigned phase = all.phase;
-    if (++all.arrived == 127) {
+    if (++all.arrived == threads - 1) {
         all.arrived = 0xffff, all.phase++;
         return;
     }
     while (all.phase == phase) wait_for_others();
 }
+static void group_sync(int id) { threads_sync(id, 128); }
+static void two_groups_sync(int id) { threads_sync(id, 256); }
 struct Store { u32 at, matrix[4]; };
 static void stmatrix_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
     Store store{at, {a, b, c, d}};
