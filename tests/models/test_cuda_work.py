@@ -91,7 +91,7 @@ def test_256k_tokens_in_24_gb(ops):
     model, tokens = replace(model, cache=CacheOptions("tq3_0", "tq3_0")), 1 << 18
     held = [vars(table).values() for table in (model.weights, *model.weights.layers)]
     weights = sum(handle.nbytes for handle in itertools.chain(*held) if isinstance(handle, Weight))
-    need = predict_need(ops, model.config, model.layout, model.state_spec, tokens, weights, 24 * 10**9)
+    need = predict_need(ops, model.blueprint, tokens, weights, 24 * 10**9)
     state = model.new_state(tokens)
     for rows in (need.rows, 8):
         state.length = tokens - rows

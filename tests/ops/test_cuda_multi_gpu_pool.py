@@ -199,7 +199,7 @@ def test_memory_of_a_pool(two, name):
         one, three = (ops.held_pool_bytes(spec, slots, 300, 400, 64) for slots in (1, 3))
         beside = three - held.nbytes  # the copies that two more slots go back to
         assert 0 <= beside <= three - one
-    assert what_fits(ops, two.config, two.layout, two.state_spec, 3)(300, 64)
+    assert what_fits(ops, two.blueprint, 3)(300, 64)
 
 
 @pytest.mark.skipif(not hasattr(cupy, "clock"), reason="needs the clock of the stand-in for CuPy")
