@@ -162,15 +162,16 @@ def through(
 ) -> Array:
     """Compute layers; return the logits (n, vocab) of `rows`, or if more layers follow, the output (T, hidden).
 
-    block   function of one layer, called with (ops, c, its weights, state, step, its number, the rows to keep, x)
+    block   function of one layer, called with (ops, c, its weights, state, step, its number, rows, x), which returns
+            `rows` of its output
     layers  layers to compute, with step.hidden as input unless they begin with layer 0; None: all
     """
     count = len(w.layers)
     layers = range(count) if layers is None else layers
     x = step.hidden if layers.start else ops.embed(w.embed, step.tokens)
     for i in layers:
-        kept = rows if i + 1 == count else slice(None)  # nothing after the last mixer mixes rows
-        x = ops.scope(i, partial(block, ops, c, w.layers[i], state, step, i, kept), x)
+        needed = rows if i + 1 == count else slice(None)  # nothing after the last mixer mixes rows
+        x = ops.scope(i, partial(block, ops, c, w.layers[i], state, step, i, needed), x)
     return head(ops, c, w, x) if layers.stop == count else ops.keep(x)
 
 

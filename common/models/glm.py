@@ -322,8 +322,8 @@ def forward(
     return through(block, ops, c, w, state, step, rows, layers)
 
 
-def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, kept: slice, x: Array) -> Array:
-    return ffn(ops, c, w, layer, mixed(ops, c, w, state, step, layer, x)[kept])
+def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, rows: slice, x: Array) -> Array:
+    return ffn(ops, c, w, layer, mixed(ops, c, w, state, step, layer, x)[rows])
 
 
 def halves(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int) -> tuple[RowFn, RowFn]:

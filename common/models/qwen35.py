@@ -266,8 +266,8 @@ def halves(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int) ->
     return partial(mixed, ops, c, w, state, step, layer), partial(ffn, ops, c, w)
 
 
-def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, kept: slice, x: Array) -> Array:
-    return ffn(ops, c, w, mixed(ops, c, w, state, step, layer, x)[kept])
+def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, rows: slice, x: Array) -> Array:
+    return ffn(ops, c, w, mixed(ops, c, w, state, step, layer, x)[rows])
 
 
 def mixed(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: Array) -> Array:
