@@ -164,7 +164,7 @@ def what_fits(
     free   bytes beside the weights; None: what is free now, with the weights loaded
     """
     config, layout, spec = blueprint
-    devices = ops.room(len(spec)) if free is None else [(free, range(len(spec)))]
+    devices = ops.free_by_device(len(spec)) if free is None else [(free, range(len(spec)))]
 
     def fits(tokens: int, rows: int, shared: int | None = None) -> bool:
         def need(own: Sequence[int]) -> int:
@@ -209,7 +209,7 @@ def context_that_fits(ops: Ops, blueprint: Blueprint, parallel: int = 1) -> int:
     most: int = blueprint.config.context
     least = min(LEAST_CONTEXT, most)
     if not fits(least):
-        left = " and ".join(f"{free / 1e9:.1f} GB" for free, _ in ops.room(len(blueprint.spec)))
+        left = " and ".join(f"{free / 1e9:.1f} GB" for free, _ in ops.free_by_device(len(blueprint.spec)))
         raise BimetalError(
             f"the weights leave {left} of {ops.free_bytes()[1]}, too little for a context of {least} tokens; "
             "choose a smaller quantization, or ask for fewer tokens"

@@ -70,9 +70,9 @@ class LayerSplitOps(SeveralGpus):
     # -- weights and states --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def at(self, layer: int) -> Iterator[None]:
+    def loading_layer(self, layer: int) -> Iterator[None]:
         self.loads_on = self._place(layer)
-        with self.loads_on.ops.at(layer):
+        with self.loads_on.ops.loading_layer(layer):
             yield
 
     def weight(self, *parts: Tensor) -> Held:
@@ -96,7 +96,7 @@ class LayerSplitOps(SeveralGpus):
     def free_bytes(self) -> tuple[int, str]:
         return sum(map(free, self.gpus)), f"free memory of GPUs {', '.join(str(gpu.index) for gpu in self.gpus)}"
 
-    def room(self, layers: int) -> list[tuple[int, Sequence[int]]]:
+    def free_by_device(self, layers: int) -> list[tuple[int, Sequence[int]]]:
         held = [(gpu, [i for i in range(layers) if self._place(i) is gpu]) for gpu in self.gpus]
         return [(free(gpu), own) for gpu, own in held if own]
 
@@ -117,11 +117,11 @@ class LayerSplitOps(SeveralGpus):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, kept: slice | None = None) -> Any:
+    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, needed: slice | None = None) -> Any:
         out, count = self.relay.run(fn, state, step), len(step)
         if isinstance(out, tuple):
-            return tuple(self._kept(x, count) for x in out)
-        return self._kept(out if kept is None else out[kept], count)
+            return tuple(self._out_of_arena(x, count) for x in out)
+        return self._out_of_arena(out if needed is None else out[needed], count)
 
     def scope(self, layer: int, block: Callable[[Any], Any], x: Value) -> Value:
         gpu = self._place(layer)
@@ -190,7 +190,7 @@ class LayerSplitOps(SeveralGpus):
             return tuple(self._values(x, gpu) for x in out)
         return Value(out, gpu, self.relay) if isinstance(out, Array) else out
 
-    def _kept(self, x: Value, count: int) -> Value:
+    def _out_of_arena(self, x: Value, count: int) -> Value:
         with x.gpu.device:
             return Value(rows.out_of_arena(x.gpu.context, x.array, count), x.gpu, self.relay)
 

@@ -93,7 +93,7 @@ def load(
 
     def upload_rows(tensor: Tensor, stored: list[np.ndarray], rows: slice) -> int:
         blocks = [piece.reshape(-1, BLOCKS[tensor.type].bytes) for piece in _rows_of(stored, rows)]
-        address = uploader.room(sum(piece.nbytes for piece in blocks))
+        address = uploader.scratch(sum(piece.nbytes for piece in blocks))
         uploader.copy(address, blocks)
         return address
 

@@ -72,7 +72,7 @@ def swiglu_ffn(ops: Ops, w: Any, x: Array) -> Array:
 
 def ffn_weights(tensor: Names, hidden: int, ffn: int, ranks: Ranks = ONE) -> Table:
     """List the weights of a dense network with `ffn` channels on this rank."""
-    channels = ranks.of(ffn)
+    channels = ranks.segment(ffn)
     return {
         "gate_up": Matrix(
             tensor("mlp.gate_proj.weight", "ffn_gate.weight", (ffn, hidden), shard=by_rows(channels)),
@@ -96,7 +96,7 @@ def sigmoid_moe_weights(tensor: Names, hidden: int, e: Experts, ranks: Ranks = O
 
     A rank holds all experts, each with `e.ffn` of its channels.
     """
-    channels, shared_channels = ranks.of(e.ffn), ranks.of(e.shared_ffn)
+    channels, shared_channels = ranks.segment(e.ffn), ranks.segment(e.shared_ffn)
 
     def first(hf: str, *others: str) -> str:
         return next((name for name in (hf, *others) if tensor.has(name)), hf)
@@ -146,7 +146,7 @@ def head_weight(c: Any, embed: Stored, head: Stored) -> Matrix | None:
     """
     stored, rows = embed if c.tied else head, c.ranks.head_rows(c.vocab)
     if rows < c.vocab:
-        return Matrix(replace(stored, shape=(rows, c.hidden), shard=by_rows(c.ranks.of(rows))))
+        return Matrix(replace(stored, shape=(rows, c.hidden), shard=by_rows(c.ranks.segment(rows))))
     return None if c.tied else Matrix(stored)
 
 

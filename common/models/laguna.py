@@ -265,7 +265,7 @@ def _prefix(checkpoint: Checkpoint) -> str:
 def _attention_weights(c: Config, tensor: Names, heads: int) -> Table:
     K, D = c.kv_heads, c.head_dim
     gates = heads * D if c.gate_per_channel else heads
-    q_rows, kv_rows, gate_rows = c.ranks.of(heads * D), c.kv_ranks.of(K * D), c.ranks.of(gates)
+    q_rows, kv_rows, gate_rows = c.ranks.segment(heads * D), c.kv_ranks.segment(K * D), c.ranks.segment(gates)
     return {
         "attn_norm": Vector(tensor("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
         "qkgv": Matrix(  # values last, often of a wider type: adjacent matrices of one type are one product

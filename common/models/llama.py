@@ -142,7 +142,7 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
 
 def _layer_weights(c: Config, tensor: Names) -> Table:
     H, K, D = c.heads, c.kv_heads, c.head_dim
-    heads, kv_heads = c.ranks.of(H * D), c.kv_ranks.of(K * D)
+    heads, kv_heads = c.ranks.segment(H * D), c.kv_ranks.segment(K * D)
 
     def half_split(heads: int) -> dict[str, Fix]:
         """Permute rows of llama GGUFs, where a rope pair is two adjacent rows of a head, to pairs (j, j + D/2)."""

@@ -192,7 +192,7 @@ def test_drafts(draft, spec, placement):
 def test_memory_of_a_pool(two, name):
     """Each GPU takes what is predicted for its layers."""
     pool, ops = two.new_pool(3, 300, 400), two.ops
-    room = ops.room(len(two.state_spec))
+    room = ops.free_by_device(len(two.state_spec))
     assert len(room) == 2
     for (_, own), held in zip(room, pool.pools.values(), strict=True):
         spec = [two.state_spec[i] for i in own]

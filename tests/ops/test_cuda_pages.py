@@ -305,7 +305,7 @@ def test_replies_of_a_loaded_model_share_memory(parallel, pages):
 def test_shared_memory_has_room_for_the_rows_of_a_draft(ops, monkeypatch):
     """A multi-token-prediction block stores keys and values of every token that the replies hold together."""
     pair, free = load_pair(tiny.FOLDER / "mtp-qwen35", tiny.load("qwen35", ops)), 20 * 10**6
-    monkeypatch.setattr(ops, "room", lambda layers: [(free, range(layers))])
+    monkeypatch.setattr(ops, "free_by_device", lambda layers: [(free, range(layers))])
     for name in ("work_bytes", "decode_bytes", "logits_bytes"):
         monkeypatch.setattr(ops, name, lambda *_: 0)
     room = make_room(pair, LoadOptions(ctx=2000, parallel=20))
