@@ -36,7 +36,7 @@ def may_save(state: State, reason: str, nbytes: int) -> bool:
     The end of a system prompt is always saved. A point of the grid must leave memory for the end of the turn, which is
     more useful.
 
-    reason  a value of Reading.kept: "system", "turn", "grid"
+    reason  a value of Reading.kept_cuts: "system", "turn", "grid"
     """
     waiting, most = state.saving
     if reason == "system" or most is None:

@@ -79,8 +79,8 @@ def _costs(args: argparse.Namespace, job: Job, windows: np.ndarray, reference: P
         kinds[weight.kind].append(weight)
     with tqdm(total=len(kinds) + 1, desc="measuring", unit="kind", leave=False, disable=None) as bar:
 
-        def cost(name: str, weights: Sequence[Weight], how: Job) -> Cost | None:
-            made = _cost(args, how, name, weights, windows, reference)
+        def cost(name: str, weights: Sequence[Weight], quantization: Job) -> Cost | None:
+            made = _cost(args, quantization, name, weights, windows, reference)
             bar.update()
             return made
 
