@@ -23,7 +23,7 @@ from cuda_backend import rows
 from cuda_backend.arrays import Array
 from cuda_backend.multi_gpu_states import MultiGpuPool
 from cuda_backend.ops import CudaOps
-from cuda_backend.relay import Gpu, Held, Input, MultiGpuStep, Relay, Value
+from cuda_backend.relay import Gpu, Input, MultiGpuStep, OnGpu, Relay, Value
 from cuda_backend.several_gpus import SeveralGpus, check_devices, connect, each, free, leaves
 
 # -- the ops -----------------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def forwarded(name: str) -> Any:
 
 def gpu_of(args: Sequence[Any]) -> Gpu:
     """Find the GPU of the first weight or state among `args`, or without one that of the first array."""
-    return next(x.gpu for kind in (Held, Value) for x in args if isinstance(x, kind))
+    return next(x.gpu for kind in (OnGpu, Value) for x in args if isinstance(x, kind))
 
 
 class LayerSplitOps(SeveralGpus):
@@ -75,19 +75,19 @@ class LayerSplitOps(SeveralGpus):
         with self.loads_on.ops.loading_layer(layer):
             yield
 
-    def weight(self, *parts: Tensor) -> Held:
+    def weight(self, *parts: Tensor) -> OnGpu:
         with self.loads_on.device:
-            return Held(self.loads_on.ops.weight(*parts), self.loads_on)
+            return OnGpu(self.loads_on.ops.weight(*parts), self.loads_on)
 
-    def expert_weight(self, *parts: Tensor) -> Held:
+    def expert_weight(self, *parts: Tensor) -> OnGpu:
         with self.loads_on.device:
-            return Held(self.loads_on.ops.expert_weight(*parts), self.loads_on)
+            return OnGpu(self.loads_on.ops.expert_weight(*parts), self.loads_on)
 
-    def vector(self, tensor: Tensor) -> Held:
+    def vector(self, tensor: Tensor) -> OnGpu:
         with self.loads_on.device:
-            return Held(self.loads_on.ops.vector(tensor), self.loads_on)
+            return OnGpu(self.loads_on.ops.vector(tensor), self.loads_on)
 
-    def weight_bytes(self, weight: Held) -> int:
+    def weight_bytes(self, weight: OnGpu) -> int:
         return weight.gpu.ops.weight_bytes(weight.value)
 
     def held_pool_bytes(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int, rows: int) -> int:
@@ -107,7 +107,7 @@ class LayerSplitOps(SeveralGpus):
             with gpu.device:
                 part = gpu.ops.new_pool([spec[i] for i in own], slots, capacity, tokens, self._batches(slots))
             for n, i in enumerate(own):
-                layers[i] = SimpleNamespace(**{name: Held(handle, gpu) for name, handle in vars(part[n]).items()})
+                layers[i] = SimpleNamespace(**{name: OnGpu(handle, gpu) for name, handle in vars(part[n]).items()})
             pools[gpu] = part
         return MultiGpuPool(pools, layers)
 
@@ -179,7 +179,7 @@ class LayerSplitOps(SeveralGpus):
 
     def _local(self, x: Any, gpu: Gpu) -> Any:
         """Convert an argument to what the ops of `gpu` take."""
-        if isinstance(x, Held):
+        if isinstance(x, OnGpu):
             return x.value
         if isinstance(x, MultiGpuStep):
             return self.relay.steps[gpu]
