@@ -106,8 +106,11 @@ class Backend(ABC):
     def vector(self, tensor: Tensor) -> Array:
         """Load a small dense tensor (norm weights, conv taps, decay), at least as precise as the activations."""
 
-    def at(self, layer: int) -> AbstractContextManager[None]:
-        """Let `weight` and `vector` in the block load for `layer`, numbered as in a state: its device holds them."""
+    def loading_layer(self, layer: int) -> AbstractContextManager[None]:
+        """Surround the loading of a layer, so that `weight` and `vector` load to the device of this layer.
+
+        layer  its number in a state, in which the layers of a draft follow the target's
+        """
         return nullcontext()
 
     def has_layer(self, layer: int | None) -> bool:
@@ -182,22 +185,22 @@ class Backend(ABC):
         """Return (bytes that weights, states and workspace may take on this machine now, what sets that limit)."""
         raise BimetalError(f"the {self.name} backend does not predict what a model takes")
 
-    def room(self, layers: int) -> list[tuple[int, Sequence[int]]]:
-        """Return (free bytes, numbers of the layers that it holds) of each device."""
+    def free_by_device(self, layers: int) -> list[tuple[int, Sequence[int]]]:
+        """Return of each device (free bytes, which of the layers 0 to `layers` - 1 it holds)."""
         return [(self.free_bytes()[0], range(layers))]
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
+    def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, needed: slice | None = None) -> Array:
         """Return fn(state, step).
 
         A backend that captures graphs has one per (fn, state, bucket of rows), as long as fn lives: build fn once. It
         calls fn with a step of its own, which may be in device memory.
 
-        kept  rows of the result that the caller needs; None: all
+        needed  rows of the result that the caller needs; None: all
         """
         out = fn(state, step)
-        return out if kept is None else out[kept]
+        return out if needed is None else out[needed]
 
     def computed(self, x: Array) -> Array:
         """Return x; a lazy backend computes it now, and not when its values are needed."""

@@ -130,7 +130,7 @@ def _templates_own(
 
 
 def _masked(inputs: Mapping[str, Any], mask: Callable[[str, str], str]) -> dict[str, Any]:
-    """`inputs` with `mask(role, text)` of every text but roles and the tokenizer's own tokens."""
+    """Return `inputs` with `mask(role, text)` in place of each text, except roles and the tokenizer's own tokens."""
 
     def walk(role: str, value: Any) -> Any:
         if isinstance(value, str):
@@ -221,15 +221,15 @@ def _inputs(
     return given | {"add_generation_prompt": add_generation_prompt} | more
 
 
-def _prepare(message: Message, at: int, template: str) -> dict[str, Any]:
+def _prepare(message: Message, index: int, template: str) -> dict[str, Any]:
     """Return a copy of a message in the form that templates expect; APIs and templates disagree on four points."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise BimetalError(f"message {at} is {shown(message)}, not an object with a role")
+        raise BimetalError(f"message {index} is {shown(message)}, not an object with a role")
     if not ROLE.fullmatch(message["role"]):  # templates print it among their control tokens
-        raise BimetalError(f"message {at} has the role {shown(message['role'])}, which is no word")
+        raise BimetalError(f"message {index} has the role {shown(message['role'])}, which is no word")
     if message["role"] == "user" and "content" not in message:
-        raise BimetalError(f"message {at} has no content; its keys are {shown(list(message))}")
-    prepared = {**message, "content": _content(message.get("content"), at, template)}
+        raise BimetalError(f"message {index} has no content; its keys are {shown(list(message))}")
+    prepared = {**message, "content": _content(message.get("content"), index, template)}
     # Reasoning has had three names.
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((message[name] for name in names if message.get(name) is not None), None)
@@ -237,8 +237,8 @@ def _prepare(message: Message, at: int, template: str) -> dict[str, Any]:
         prepared = {"thinking": reasoning} | prepared | {"reasoning_content": reasoning}
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list | tuple):
-            raise BimetalError(f"message {at} has tool_calls {shown(calls)}, not a list")
-        prepared["tool_calls"] = [_parse_arguments(call, at) for call in calls]
+            raise BimetalError(f"message {index} has tool_calls {shown(calls)}, not a list")
+        prepared["tool_calls"] = [_parse_arguments(call, index) for call in calls]
     return prepared
 
 
@@ -257,10 +257,10 @@ def _content(content: Any, at: int, template: str) -> Any:
     return list(content) if _reads_parts(template) else "\n".join(part["text"] for part in content)
 
 
-def _parse_arguments(call: Any, at: int) -> Any:
+def _parse_arguments(call: Any, index: int) -> Any:
     """Parse a tool call's arguments: APIs send JSON text, and templates need an object."""
     if not isinstance(call, Mapping):
-        raise BimetalError(f"message {at} has a tool call {shown(call)}, not an object")
+        raise BimetalError(f"message {index} has a tool call {shown(call)}, not an object")
     function = call.get("function", call)
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call

@@ -47,7 +47,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     if path.is_dir():
-        return _open_directory(path)
+        try:
+            return _open_directory(path)
+        except PermissionError as error:
+            raise BimetalError(f"{path} cannot be read: {error.strerror}") from error
     if not path.is_file():
         raise BimetalError(f"{path} {'is not a regular file' if path.exists() else 'does not exist'}")
     if path.suffix == ".gguf":

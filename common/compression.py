@@ -20,17 +20,17 @@ SINKS = 64  # attention sinks: first tokens of the prompt, with which each piece
 RADII = ((1024, 2, 8), (2048, 4, 16), (2**62, 8, 32))  # up to so many chunks: neighbours, places of an n-gram
 
 
-def scored(tokens: Sequence[int], attention: Callable[[list[int]], np.ndarray], room: int) -> np.ndarray:
+def scored(tokens: Sequence[int], attention: Callable[[list[int]], np.ndarray], max_tokens: int) -> np.ndarray:
     """Compute the score of each of `tokens`: (T,) float32.
 
-    attention  of the last tokens of a text to each of its tokens
-    room       most tokens of such a text: a longer prompt is read in pieces, each between its beginning and its end
+    attention   takes the tokens of a text; returns the attention of its last tokens to each of them, (n,) float32
+    max_tokens  of such a text: a longer prompt is read in pieces, each between the prompt's beginning and its end
     """
     ids = list(tokens)
-    if len(ids) <= room:
+    if len(ids) <= max_tokens:
         return attention(ids)
     head, tail = ids[:SINKS], ids[-QUERY:]
-    size = room - len(head) - len(tail)
+    size = max_tokens - len(head) - len(tail)
     out = np.zeros(len(ids), np.float32)
     for at in range(SINKS, len(ids) - QUERY, size):
         piece = ids[at : min(at + size, len(ids) - QUERY)]
@@ -61,10 +61,10 @@ def kept_spans(tokens: Sequence[int], scores: np.ndarray, ratio: float) -> list[
     return spans
 
 
-def _ends(count: int, most: int) -> list[int]:
-    """List the last and the first chunks, which are kept regardless of their scores."""
-    tail = max(1, min(TAIL, most * TAIL // (2 * (HEAD + TAIL))))
-    head = min(HEAD, most * HEAD // (2 * (HEAD + TAIL)))
+def _ends(count: int, chunks: int) -> list[int]:
+    """List the last and the first of `count` chunks; these are among the `chunks` to keep, whatever their scores."""
+    tail = max(1, min(TAIL, chunks * TAIL // (2 * (HEAD + TAIL))))
+    head = min(HEAD, chunks * HEAD // (2 * (HEAD + TAIL)))
     return [*range(max(count - tail, 0), count), *range(min(head, max(count - tail, 0)))]
 
 

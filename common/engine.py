@@ -450,9 +450,9 @@ class Engine:
             self._fail(error)
         return None
 
-    def _finish_launched(self, left: int = 0) -> None:
-        """Send answers to the sequences of launched steps, except of the last `left` steps."""
-        while len(self._launched) > left:
+    def _finish_launched(self, except_last: int = 0) -> None:
+        """Send answers to the sequences of launched steps, except of the last `except_last` steps."""
+        while len(self._launched) > except_last:
             self._hand_out(self._launched.popleft())
 
     def _hand_out(self, launched: list[Launched] | Stretches) -> None:
@@ -478,7 +478,7 @@ class Engine:
         ended, new, begins = stretches.hand_out()
         for each, error in ended:
             self._end(each, error)
-        if not stretches.left:
+        if not stretches.steps_left:
             if stretches in self._stretches:
                 self._stretches.remove(stretches)
             for each in stretches.settle():

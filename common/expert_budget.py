@@ -1,18 +1,14 @@
 """Bytes of experts that are held in memory: the one rule that loading, `inspect` and `fit` follow."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError
 from common.expert_files import expert_forms
 from common.expert_profile import least_bytes
 from common.expert_stream import sizes_of
-from common.fit import predict_run, predict_weights
+from common.fit import Blueprint, predict_run, predict_weights
 from common.ops import Ops
-from common.storage import LayerSpec
-from common.weights import Layout
 
 RESERVE = 1_500_000_000  # bytes for the interpreter, its libraries, reading threads and the system's cache
 CACHED = 4096  # tokens of a context that is not given
@@ -47,10 +43,8 @@ class ExpertBudget:
 
 def expert_budget(
     checkpoint: Checkpoint,
-    layout: Layout,
-    config: Any,
     ops: Ops,
-    spec: Sequence[LayerSpec],
+    blueprint: Blueprint,
     tokens: int | None = None,
     cache: int | None = None,
     memory: int | None = None,
@@ -63,13 +57,14 @@ def expert_budget(
 
     Raises BimetalError where less than one layer's experts fit, and for a model without experts.
     """
+    config, layout, _ = blueprint
     forms = expert_forms(checkpoint, layout)
     count = config.experts.count
     sizes, kinds = sizes_of(forms, ops, len(layout.layers))
     total, least = count * sum(sizes), least_bytes(sizes, count, kinds)
     stacks = [[replace(t, shape=(count, *t.shape)) for t in part] for form in forms.values() for part in form]
     fixed = predict_weights(checkpoint, layout, ops) - sum(ops.held_expert_bytes(*stack) for stack in stacks)
-    run = sum(predict_run(ops, config, layout, spec, tokens or min(CACHED, config.context), ops.prefill_rows))
+    run = sum(predict_run(ops, blueprint, tokens or min(CACHED, config.context), ops.prefill_rows))
     whole = ops.free_bytes()[0] if memory is None else memory
     room = whole - fixed - run - RESERVE
     if cache is None:

@@ -104,7 +104,7 @@ class ExpertSource:
 
     @property
     def experts(self) -> int:
-        """Experts of each layer."""
+        """Return the number of experts of a layer."""
         return max(len(runs.files) for runs in self._runs.values())
 
     def bypass_cache(self, memory: int) -> bool:
@@ -139,7 +139,7 @@ class ExpertSource:
 
 
 def expert_matrices(layout: Layout) -> dict[int, tuple[ExpertMatrix, ExpertMatrix]]:
-    """Gate-up and down of the layers that have experts."""
+    """Return the matrices (gate and up, down) of each layer that has experts, by layer."""
     found = {}
     for layer, table in enumerate(layout.layers):
         matrices = [entry for entry in table.values() if isinstance(entry, ExpertMatrix)]
@@ -156,7 +156,7 @@ def expert_forms(checkpoint: Checkpoint, layout: Layout) -> dict[int, ExpertForm
     if not matrices:
         raise BimetalError(f"{checkpoint.path} has no experts to stream; it is no mixture of experts")
     return {
-        layer: ExpertForm(*(tuple(_of_expert(checkpoint, part, 0) for part in m.parts) for m in pair))
+        layer: ExpertForm(*(tuple(_expert_tensor(checkpoint, part, 0) for part in m.parts) for m in pair))
         for layer, pair in matrices.items()
     }
 
@@ -179,7 +179,7 @@ def _runs_of(
     """Locate each run of an expert: file number and offset; a new file gets the next number."""
     found = []
     for part in parts:
-        for component in components(_of_expert(checkpoint, part, expert)):
+        for component in components(_expert_tensor(checkpoint, part, expert)):
             place = stored_at(component.data)
             if place is None or not component.data.flags.c_contiguous:
                 raise BimetalError(f"{component.name} is not stored as one run of bytes, so it cannot be streamed")
@@ -187,7 +187,7 @@ def _runs_of(
     return found
 
 
-def _of_expert(checkpoint: Checkpoint, stored: Stored, expert: int) -> Tensor:
+def _expert_tensor(checkpoint: Checkpoint, stored: Stored, expert: int) -> Tensor:
     """Return the tensor (rows, columns) of one expert, as stored."""
     if stored.fix is not None:
         raise BimetalError(f"{stored.names[0]} is converted when it is loaded, so it cannot be streamed")

@@ -25,17 +25,17 @@ class ExpertForm(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each run of an expert, in the order in which `ExpertSource.read` fills them."""
+        """Return the bytes of each run of an expert, in the order in which `ExpertSource.read` fills runs."""
         return tuple(part.data.nbytes for tensor in self.tensors for part in components(tensor))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of an expert as it is stored."""
+        """Count the bytes of an expert as it is stored."""
         return sum(self.sizes)
 
     @property
     def kind(self) -> tuple:
-        """Equal for layers whose experts can share slots."""
+        """Return a key that is equal for layers whose experts can share slots."""
         return tuple(
             (t.type, t.shape, t.bits, t.group_size, tuple(part.type for part in components(t)))
             for tensors in (self.gate_up, self.down)
@@ -49,7 +49,7 @@ def components(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def filled(tensors: Sequence[Tensor], buffers: Iterable[np.ndarray]) -> list[Tensor]:
-    """Tensors like `tensors` whose bytes are those of `buffers`, one per component."""
+    """Return tensors like `tensors` whose bytes are those of `buffers`, one buffer per component."""
     taken = iter(buffers)
 
     def part(t: Tensor) -> Tensor:  # dataclasses.replace takes longer than a read of some experts
@@ -69,13 +69,13 @@ def filled(tensors: Sequence[Tensor], buffers: Iterable[np.ndarray]) -> list[Ten
 class SlotMemory(Protocol):
     """Memory of the slots of all kinds of experts, on one backend.
 
-    nbytes  that it takes
+    nbytes  bytes of all slots
     """
 
     nbytes: int
 
     def buffers(self, layer: int, slot: int) -> list[np.ndarray]:
-        """Contiguous bytes to fill, one per run of the layer's form: the slot's own where it holds stored bytes."""
+        """Return contiguous buffers to fill, one per run of an expert; the slot's own if it holds stored bytes."""
 
     def landed(self, layer: int, slot: int, tensors: Sequence[Tensor]) -> None:
         """Make the slot's expert from the tensors in filled buffers; called by reading threads. Raises BimetalError."""
@@ -91,10 +91,10 @@ class SlotMemory(Protocol):
 class Streamed:
     """The weight handle of one matrix of a layer's experts, which are read while the model runs.
 
-    fetch     reads the missing ones of the experts ids (T, k); returns the slot of each expert, int32 (experts,)
+    fetch     reads the experts of ids (T, k) that have no slot; returns the slot of each expert, int32 (experts,)
     prefetch  begins to read the experts that the last step chose in the layer
     parts     what the backend computes with: the slots of all layers whose experts are of this kind
-    nbytes    of all of the layer's experts, if they were in memory; 0 in the second of its handles
+    nbytes    bytes that all experts of the layer would take in memory; 0 in the handle of its second matrix
     """
 
     fetch: Callable[[np.ndarray], np.ndarray]

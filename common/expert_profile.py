@@ -96,9 +96,9 @@ def check_profile(path: Path, profile: Profile, sizes: Sequence[int], experts: i
 
 
 def open_profile(name: str | PathLike[str] | None, sizes: Sequence[int], experts: int) -> Profile | None:
-    """Read the profile of this model that is named, if its file exists yet.
+    """Read the profile in the file `name`; None without a name, or if the file does not exist yet.
 
-    Raises BimetalError for a damaged file and another model's, and OSError where none can be written.
+    Raises BimetalError for a damaged file or the profile of another model, OSError if the file cannot be created.
     """
     if name is None:
         return None

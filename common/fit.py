@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.backend import VECTOR_ITEM, LayerSize
 from common.checkpoint import Checkpoint
@@ -17,6 +17,19 @@ SPARE = 0.05  # share of free memory kept for what is not predicted: a draft's s
 SPARE_OF_ROWS = 0.15  # share of memory beside weights that is kept when the rows of a prefill step are chosen
 LEAST_ROWS = 256
 LEAST_CONTEXT = 512
+
+
+class Blueprint(NamedTuple):
+    """A model as the headers of its files describe it: memory is predicted from it, before and after loading.
+
+    config  the architecture's configuration
+    layout  the table of weights
+    spec    what each layer stores of a sequence, in the formats of the KV cache
+    """
+
+    config: Any
+    layout: Layout
+    spec: Sequence[LayerSpec]
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -94,13 +107,12 @@ def _shaped(checkpoint: Checkpoint, stored: Stored, where: tuple[str, int], kind
     return kinds[kind]
 
 
-def predict_run(
-    ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], tokens: int, rows: int, parallel: int = 1
-) -> tuple[int, int, int]:
+def predict_run(ops: Ops, blueprint: Blueprint, tokens: int, rows: int, parallel: int = 1) -> tuple[int, int, int]:
     """Predict the bytes of (kv, state, work) while `tokens` tokens are read in steps of `rows`.
 
     parallel  sequences of up to so many tokens, which share memory for one of them where the backend has a pool
     """
+    config, layout, spec = blueprint
     kv = [{name: s for name, s in layer.items() if grows(s)} for layer in spec]
     fixed = [{name: s for name, s in layer.items() if not grows(s)} for layer in spec]
     sizes = [layer_size(table, states, config) for table, states in zip(layout.layers, spec, strict=True)]
@@ -113,23 +125,15 @@ def predict_run(
     )
 
 
-def predict_need(
-    ops: Ops,
-    config: Any,
-    layout: Layout,
-    spec: Sequence[LayerSpec],
-    tokens: int,
-    weights: int,
-    limit: int,
-    parallel: int = 1,
-) -> Need:
-    """Predict the bytes of weights and of `tokens` tokens where `limit` bytes are free before the weights.
+def predict_need(ops: Ops, blueprint: Blueprint, tokens: int, weights: int, limit: int, parallel: int = 1) -> Need:
+    """Predict the memory of a model whose weights take `weights` bytes, while it reads `tokens` tokens.
 
-    parallel  as predict_run has it
+    limit     bytes that are free before the weights are loaded
+    parallel  sequences of up to `tokens` tokens each, as in `predict_run`
     """
 
     def need(rows: int) -> Need:
-        return Need(weights, *predict_run(ops, config, layout, spec, tokens, rows, parallel), rows)
+        return Need(weights, *predict_run(ops, blueprint, tokens, rows, parallel), rows)
 
     def fits(rows: int) -> bool:
         return need(rows).total - weights <= (1 - SPARE_OF_ROWS) * (limit - weights)
@@ -149,20 +153,18 @@ def most_tokens(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def what_fits(
-    ops: Ops,
-    config: Any,
-    layout: Layout,
-    spec: Sequence[LayerSpec],
-    parallel: int = 1,
-    spare: float = SPARE,
-    free: int | None = None,
+    ops: Ops, blueprint: Blueprint, parallel: int = 1, spare: float = SPARE, free: int | None = None
 ) -> Callable[..., bool]:
-    """Test whether sequences of so many tokens fit beside loaded weights, and a prompt as long in steps of some rows.
+    """Make a test `fits(tokens, rows, shared=None)` of whether sequences fit beside loaded weights.
 
-    parallel  sequences, which share memory for the tokens of one, or for as many as a third argument gives
-    free      bytes beside the weights; None: what is free now, when they are loaded
+    It is true if `parallel` sequences of up to `tokens` tokens fit, whose prompts are read in steps of `rows` rows, and
+    which hold at most `shared` tokens together (None: `tokens`).
+
+    spare  share of the free memory that is kept for what is not predicted
+    free   bytes beside the weights; None: what is free now, with the weights loaded
     """
-    devices = ops.room(len(spec)) if free is None else [(free, range(len(spec)))]
+    config, layout, spec = blueprint
+    devices = ops.free_by_device(len(spec)) if free is None else [(free, range(len(spec)))]
 
     def fits(tokens: int, rows: int, shared: int | None = None) -> bool:
         def need(own: Sequence[int]) -> int:
@@ -178,11 +180,9 @@ def what_fits(
     return fits
 
 
-def rows_that_fit(
-    ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], tokens: int, parallel: int = 1
-) -> int:
+def rows_that_fit(ops: Ops, blueprint: Blueprint, tokens: int, parallel: int = 1) -> int:
     """Find the rows of a prefill step with which `tokens` tokens fit beside loaded weights."""
-    fits = what_fits(ops, config, layout, spec, parallel, SPARE_OF_ROWS)
+    fits = what_fits(ops, blueprint, parallel, SPARE_OF_ROWS)
     return most_rows(lambda rows: fits(tokens, rows), ops.prefill_rows)
 
 
@@ -194,22 +194,22 @@ def most_rows(fits: Callable[[int], bool], limit: int) -> int:
     return rows
 
 
-def context_that_fits(ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], parallel: int = 1) -> int:
+def context_that_fits(ops: Ops, blueprint: Blueprint, parallel: int = 1) -> int:
     """Find the longest context, up to the trained one, whose states and prompt fit beside loaded weights.
 
     parallel  sequences, which share memory for the tokens of one
 
     Raises BimetalError if LEAST_CONTEXT tokens do not fit.
     """
-    fits_at = what_fits(ops, config, layout, spec, parallel)
+    fits_at = what_fits(ops, blueprint, parallel)
 
     def fits(tokens: int) -> bool:
         return fits_at(tokens, ops.prefill_rows)
 
-    most: int = config.context
+    most: int = blueprint.config.context
     least = min(LEAST_CONTEXT, most)
     if not fits(least):
-        left = " and ".join(f"{free / 1e9:.1f} GB" for free, _ in ops.room(len(spec)))
+        left = " and ".join(f"{free / 1e9:.1f} GB" for free, _ in ops.free_by_device(len(blueprint.spec)))
         raise BimetalError(
             f"the weights leave {left} of {ops.free_bytes()[1]}, too little for a context of {least} tokens; "
             "choose a smaller quantization, or ask for fewer tokens"
@@ -217,11 +217,9 @@ def context_that_fits(ops: Ops, config: Any, layout: Layout, spec: Sequence[Laye
     return most_tokens(fits, most)
 
 
-def shared_that_fits(
-    ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], tokens: int, parallel: int
-) -> int:
+def shared_that_fits(ops: Ops, blueprint: Blueprint, tokens: int, parallel: int) -> int:
     """Find how many tokens `parallel` sequences of up to `tokens` may hold together beside loaded weights."""
-    fits = what_fits(ops, config, layout, spec, parallel)
+    fits = what_fits(ops, blueprint, parallel)
     return max(tokens, most_tokens(lambda shared: fits(tokens, ops.prefill_rows, shared), parallel * tokens))
 
 

@@ -73,7 +73,10 @@ class Leader:
         self._dropped = deque[int]()
 
     def new(self, what: str, make: Callable[[int], T], **values: Any) -> T:
-        """Order the pool, state or snapshot that `make` returns, given its number; followers drop theirs with it."""
+        """Order followers to make what `make` makes here: a pool, state or snapshot, whose number is its argument.
+
+        Followers drop theirs when the result is deleted.
+        """
         self._drop()
         number = next(self._numbers)
         made = make(number)
@@ -82,20 +85,20 @@ class Leader:
         return made
 
     def new_state(self, capacity: int, pool: int | None = None, slot: int = 0) -> Mirror:
-        """Order a state, of slot `slot` of a pool if it is of one; followers drop theirs with the result."""
+        """Order a state, or with `pool`, the number of a pool, its slot `slot`; `new` describes the result."""
         return self.new("new", partial(Mirror, self), capacity=capacity, pool=pool, slot=slot)
 
-    def step(self, fn: Any, step: Step, tokens: np.ndarray, where: Order) -> None:
+    def step(self, fn: Any, step: Step, tokens: np.ndarray, state: Order) -> None:
         """Order a step.
 
-        fn      a partial of a method of the model, of integers and of its output's `rows`
-        tokens  of all rows, on the host; zeros where followers have no use for them
-        where   pool: the number of a pool; or else states: numbers of one or several, and own: None for one, of several
-                the layers that are their own
+        fn      a partial of a method of the model: integers as arguments, and `rows`, the slice of its output
+        tokens  (T,) of all rows, on the host; zeros where followers have no use for them
+        state   entries of the order that name the state: `pool`, the number of a pool; or `states`, the numbers of one
+                or several states, and `own`: None for one state, of several the layers of which each has its own
         """
         self._drop()
         method, rows = fn.func, fn.keywords.get("rows")
-        parts: Sequence[Step] = getattr(step, "parts", ()) if where.get("own") else [step]
+        parts: Sequence[Step] = getattr(step, "parts", ()) if state.get("own") else [step]
         ends = np.cumsum([len(part) for part in parts])[:-1]
         self.group.order(
             "step",
@@ -107,7 +110,7 @@ class Leader:
                 [own.tolist(), *(None if x is None else x.tolist() for x in (part.positions, part.parents, part.slots))]
                 for own, part in zip(np.split(tokens, ends), parts, strict=True)
             ],
-            **{"pool": None, "states": (), "own": None} | where,
+            **{"pool": None, "states": (), "own": None} | state,
         )
 
     def _drop(self) -> None:
@@ -119,7 +122,7 @@ class Follower:
     """Runs the orders of rank 0 on this rank's part of the model.
 
     ops     `ops.run` runs a step, and `ops.answers` has a function without arguments for each question of rank 0
-    models  the model, and with a draft before it the target alone: of different classes
+    models  the model; with a draft, the target alone and then the pair. Orders name a model by its class
     join    makes a step of several sequences
     """
 

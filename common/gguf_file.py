@@ -51,7 +51,7 @@ def copied_outputs(checkpoint: Checkpoint, weights: dict[str, Weight], choices: 
     outputs = []
     for name, tensor in checkpoint.tensors.items():
         if name in weights:
-            outputs.append(output_of(name, tensor, weights[name].kind, choices[name].format, choices[name].why))
+            outputs.append(output_of(name, tensor, weights[name].kind, choices[name].format, choices[name].reason))
         else:
             outputs.append(output_of(name, tensor))
     return outputs
@@ -93,7 +93,7 @@ def converted(
                     choice = Choice(None, f"rows of {shape[-1]} are no multiple of {choice.format.unit}")
                 plain = Format("F32") if weight.kind == "router" else Format(type_ if type_ in FLOAT_TYPES else "F32")
                 format = choice.format or plain
-                outputs.append(Output(target.names[0], weight.kind, shape, type_, format, load, choice.why, experts))
+                outputs.append(Output(target.names[0], weight.kind, shape, type_, format, load, choice.reason, experts))
     return keys, outputs
 
 

@@ -82,7 +82,7 @@ def as_folder(
                 plain = Format(tensor.type if tensor.type in FLOAT_TYPES else "F32")
                 format = choice.format or plain
                 outputs.append(
-                    Output(target.names[0], kind, target.shape, float_type(tensor), format, load, choice.why)
+                    Output(target.names[0], kind, target.shape, float_type(tensor), format, load, choice.reason)
                 )
     return Folder(card, outputs)
 

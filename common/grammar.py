@@ -169,15 +169,15 @@ def _words(error: str) -> str:
     return " ".join(f"{first} {what}".partition(". ")[0].replace("json-schema:///", "").split())[:300]
 
 
-def json_rule(name: str, schema: Any, of: str, lenient: bool = False) -> str:
+def json_rule(name: str, schema: Any, owner: str, lenient: bool = False) -> str:
     """Return a rule of a Lark grammar for JSON of a schema, without properties that the schema does not name.
 
-    of       owner of the schema, in words, for errors
+    owner    owner of the schema, in words, for errors
     lenient  leave out keywords that llguidance does not know
     """
     options = {"whitespace_pattern": WHITE_SPACE, "lenient": lenient}
     described = closed(schema) if isinstance(schema, Mapping) else ({} if schema is True else {"not": {}})
-    return f"{name}: %json {json.dumps(described | {OF: of, GUIDANCE: options})}\n"
+    return f"{name}: %json {json.dumps(described | {OF: owner, GUIDANCE: options})}\n"
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,14 +82,14 @@ def check_endpoint() -> None:
 
 
 def seconds_to_wait(response: Any, wait: int | None) -> float | None:
-    """Seconds to wait before the next attempt after an error answer; None: no further attempt.
+    """Return the seconds to wait before a request is sent again after an error answer; None: it is not sent again.
 
-    wait  seconds without a word from the server; None after the last attempt
+    wait  seconds to wait unless the answer has a Retry-After; None after the last attempt
     """
     if wait is None or response.status_code not in RETRIED:
         return None
-    asked = retry_after(response)
-    return None if asked > LONGEST_WAIT else max(wait, asked)
+    requested = retry_after(response)
+    return None if requested > LONGEST_WAIT else max(wait, requested)
 
 
 def retry_after(response: Any) -> float:

@@ -172,6 +172,6 @@ class Joined:
 
 
 def joined(model: Model) -> Model:
-    """`model` for a JoinedStep and a JoinedState; weights are shared."""
+    """Return `model` with ops for a JoinedStep and a JoinedState; weights are shared."""
     ops: Any = Joined(model.ops)
     return replace(model, ops=ops)

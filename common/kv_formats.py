@@ -118,9 +118,9 @@ def _inverse(d: np.ndarray) -> np.ndarray:
     return np.where(np.isinf(inverse), np.float32(0), inverse)
 
 
-def _codes(x: np.ndarray, most: int) -> np.ndarray:
-    """Truncate x >= 0 to codes up to `most`; where x is NaN the code is 0, and the block's scale is NaN."""
-    return np.minimum(np.nan_to_num(x, nan=0, posinf=most), most).astype(np.uint8)
+def _codes(x: np.ndarray, largest: int) -> np.ndarray:
+    """Truncate x >= 0 to codes up to `largest`; where x is NaN the code is 0, and the block's scale is NaN."""
+    return np.minimum(np.nan_to_num(x, nan=0, posinf=largest), largest).astype(np.uint8)
 
 
 def _nibbles(codes: np.ndarray) -> np.ndarray:

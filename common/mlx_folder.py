@@ -47,7 +47,7 @@ def folder_outputs(
             outputs += [_part(checkpoint, new_name, weight, choice.format, *part) for part in split[name]]
         else:
             for module, part in _as_modules(new_name, tensor, choice.format):
-                outputs.append(output_of(module, part, weight.kind, choice.format, choice.why))
+                outputs.append(output_of(module, part, weight.kind, choice.format, choice.reason))
     return outputs
 
 
@@ -65,11 +65,11 @@ def _split(layout: Layout) -> dict[str, list[tuple[str, Stored]]]:
 def _part(checkpoint: Checkpoint, name: str, weight: Weight, format: Format, module: str, stored: Stored) -> Output:
     """Cut one module out of a tensor that is split; in float if its rows are no multiple of the group."""
     type_, width = float_type(weight.tensor), stored.shape[-1]
-    why = f"rows of {width} are no multiple of {format.unit}" if width % format.unit else ""
+    reason = f"rows of {width} are no multiple of {format.unit}" if width % format.unit else ""
     plain = Format(type_ if type_ in FLOAT_TYPES else "F32")
     new_name = f"{name.rpartition('.kv_b_proj')[0]}.{module}.weight"
     load = partial(canonical, checkpoint, stored, unseen=True)
-    return Output(new_name, weight.kind, stored.shape, type_, plain if why else format, load, why)
+    return Output(new_name, weight.kind, stored.shape, type_, plain if reason else format, load, reason)
 
 
 def _stacked(checkpoint: Checkpoint, name: str, weight: Weight, choice: Choice) -> Output:
@@ -83,7 +83,7 @@ def _stacked(checkpoint: Checkpoint, name: str, weight: Weight, choice: Choice) 
     module = name.replace(".experts.0.", ".switch_mlp.")
     type_ = float_type(first) if choice.format else first.type
     shape = (len(tensors), *first.shape)
-    return Output(module, weight.kind, shape, type_, choice.format, lambda: first, choice.why, tensors)
+    return Output(module, weight.kind, shape, type_, choice.format, lambda: first, choice.reason, tensors)
 
 
 def _mlx_name(checkpoint: Checkpoint, name: str) -> str:

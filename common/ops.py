@@ -204,11 +204,11 @@ class Ops(Backend):
         """
 
     @abstractmethod
-    def block_conv(self, x: Array, own: Array, base: Array) -> Array:
+    def block_conv(self, x: Array, row_taps: Array, base: Array) -> Array:
         """Compute the causal convolution along the rows of a block, with taps per row: x (T, C) -> (T, C).
 
-        own (T, n * G), base (n, C): row t, channel c is the sum over i of (own[t, i * G + c // (C // G)] + base[i, c])
-        times x[t - i, c]; rows before the first are zero.
+        row_taps (T, n * G), base (n, C): row t, channel c is the sum over i of x[t - i, c] times
+        (row_taps[t, i * G + c // (C // G)] + base[i, c]); rows before the first are zero.
         """
 
     @abstractmethod

@@ -30,7 +30,7 @@ class Output:
     shape   logical
     type    of the values that `load` returns
     format  what they are encoded in, or None for a copy
-    why     reason why a matrix is copied
+    reason  why a matrix is copied
     load    returns the tensor; only then is it read
     stack   its consecutive tensors, if it is written in parts; of a copy, `load` returns the first
     """
@@ -41,14 +41,14 @@ class Output:
     type: str
     format: Format | None
     load: Callable[[], Tensor]
-    why: str = ""
+    reason: str = ""
     stack: tuple[Tensor, ...] = ()
 
 
-def output_of(name: str, tensor: Tensor, kind: str = "", format: Format | None = None, why: str = "") -> Output:
+def output_of(name: str, tensor: Tensor, kind: str = "", format: Format | None = None, reason: str = "") -> Output:
     """Return a tensor of the checkpoint under another name or in another format."""
     type_ = float_type(tensor) if format else tensor.type
-    return Output(name, kind, tensor.shape, type_, format, lambda: tensor, why)
+    return Output(name, kind, tensor.shape, type_, format, lambda: tensor, reason)
 
 
 def encoded_chunks(output: Output) -> Iterator[Encoded]:

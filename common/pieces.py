@@ -40,7 +40,7 @@ class Stats:
     step_bytes: int  # weight bytes read per decoded token
     state_bytes: int
     peak_bytes: int
-    matched_tokens: int = 0  # first prompt tokens that equal an earlier text's; no state may be kept of some
+    matched_tokens: int = 0  # first prompt tokens that an earlier text has too, with or without a state
     accepted: DecodeStats | None = None  # with speculative decoding
     wedlm: WedlmStats | None = None  # with the windows of a WeDLM model
     experts: ExpertStats | None = None  # with experts that are read while the model runs

@@ -136,7 +136,7 @@ class PrefixCache:
             path.append(parent)
         return self._matched(ids, path)
 
-    def offer(self, tokens: Sequence[int], state: State, why: str = "turn") -> None:
+    def offer(self, tokens: Sequence[int], state: State, reason: str = "turn") -> None:
         """Keep `state`, which holds exactly `tokens`, if it is new and fits; less valuable states make room.
 
         While earlier states are still being saved, fewer states are kept. A state for whose copy no memory is free is
@@ -148,10 +148,10 @@ class PrefixCache:
             raise ValueError(f"a state of {state.length} tokens is offered with {len(tokens)}")
         ids = np.asarray(tokens, np.int32)
         path = [self.root, *self._path(ids, state.long_steps)]
-        if not may_save(state, why, bytes_after(state, PAGE * (len(path) - 1))):
+        if not may_save(state, reason, bytes_after(state, PAGE * (len(path) - 1))):
             return
         try:
-            self._keep(ids, state, self._add(ids, state, why, path))
+            self._keep(ids, state, self._add(ids, state, reason, path))
         except (BimetalError, MemoryError) as error:
             _say_not_kept(len(ids), error)
 
@@ -170,7 +170,7 @@ class PrefixCache:
         finish = state.when_saved([*point, *(part for parts in rows for part in parts)])
         self.store.put(Saved(ids, tuple(state.long_steps), first, rows, point, finish))
 
-    def _add(self, ids: np.ndarray, state: State, why: str, path: list[Page]) -> Entry | None:
+    def _add(self, ids: np.ndarray, state: State, reason: str, path: list[Page]) -> Entry | None:
         """Return the entry of `state`, new or old; None if the budget is too small. If saving fails, nothing is added.
 
         path  the root and the kept pages of the beginning of `ids`; new pages are appended
@@ -181,7 +181,7 @@ class PrefixCache:
         if len(path) > whole and (entry := path[-1].entries.get(chained_key(path[-1].key, tail, over))) is not None:
             if not np.array_equal(entry.tail, tail):
                 return None  # two texts with one hash: the first is kept
-            entry.why = why if why == "system" else entry.why
+            entry.reason = reason if reason == "system" else entry.reason
             self._touch(entry)
             return entry
         if len(path) <= whole and chained_key(path[-1].key, *page_part(ids, len(path) - 1, steps)) in path[-1].children:
@@ -200,12 +200,12 @@ class PrefixCache:
                 self._drop(page)
             raise
         key = chained_key(path[-1].key, tail, over)
-        entry = Entry(key, path[-1], len(ids), tail.copy(), over, rows, point, why)
+        entry = Entry(key, path[-1], len(ids), tail.copy(), over, rows, point, reason)
         entry.insert(self.entries())
         path[-1].entries[key] = entry
         self.bytes += entry.nbytes
         self._touch(entry)
-        if why == "grid":
+        if reason == "grid":
             self._thin(entry)
         return entry
 
@@ -226,7 +226,7 @@ class PrefixCache:
         while point is not None:
             above, back = point.base, (entry.length - point.length) // GRID_POINTS
             every = 1 << max(back.bit_length() - 1, 0)
-            if point.why == "grid" and back > 1 and point.length // GRID_POINTS % every and len(point.kids) < 2:
+            if point.reason == "grid" and back > 1 and point.length // GRID_POINTS % every and len(point.kids) < 2:
                 self._drop(point)
             point = above
 

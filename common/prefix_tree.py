@@ -62,9 +62,9 @@ class Page:
 class Entry:
     """A state of `length` tokens: the rows of the pages up to `page`, the rows of the `tail` after them, and the point.
 
-    why    the reason for keeping the state: "system", "turn", "branch", "grid"
-    base   the longest entry that is a prefix of this one; `kids` are the entries of which this one is the base
-    used   time of the last use, on the cache's clock
+    reason      why the state is kept: "system", "turn", "branch", "grid"
+    base        the longest entry that is a prefix of this one; `kids` are the entries of which this one is the base
+    used        time of the last use, on the cache's clock
     used_below  time of the last use of any entry of which this one is a prefix
     """
 
@@ -75,7 +75,7 @@ class Entry:
     steps: tuple[LongStep, ...]
     rows: list[np.ndarray]
     point: list[np.ndarray]
-    why: str
+    reason: str
     base: "Entry | None" = None
     kids: set["Entry"] = field(default_factory=set)
     used: int = 0
@@ -88,7 +88,7 @@ class Entry:
     @property
     def value(self) -> int:
         """Return the time of the last use; for branch points and system prompts the use of a longer text counts too."""
-        return max(self.used, self.used_below) if len(self.kids) > 1 or self.why == "system" else self.used
+        return max(self.used, self.used_below) if len(self.kids) > 1 or self.reason == "system" else self.used
 
     def is_prefix_of(self, tail: np.ndarray) -> bool:
         """Test whether `tail`, the tokens of a text after the entry's page, begins with the entry's tail."""

@@ -85,7 +85,7 @@ class Reading:
         """
         return same_steps(length, self.long_steps, long_steps)
 
-    def kept(self) -> dict[int, str]:
+    def kept_cuts(self) -> dict[int, str]:
         """Return the cuts after which a state is kept, and why: the marks, and a grid in long prompts."""
         grid = range(GRID_POINTS, self.end, GRID_POINTS) if GRID_POINTS % self.grid == 0 else ()
         return {**dict.fromkeys(grid, "grid"), **{at: why for at, why in self.marks.items() if 0 < at <= self.end}}

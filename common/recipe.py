@@ -167,7 +167,7 @@ class Choice:
     """Decision about a matrix: its format, or None and the reason why the matrix is not quantized."""
 
     format: Format | None
-    why: str = ""
+    reason: str = ""
 
 
 def choose(weight: Weight, recipe: Recipe, requantize: bool, is_gguf: bool) -> Choice:

@@ -21,7 +21,7 @@ from common.quants import dequantize
 from common.reference_experts import NumpySlots
 from common.reference_packed import NumpyPacked
 from common.reference_recurrent import NumpyConv, NumpyDelta, delta_rule
-from common.reference_rows import Held, NumpyRows, NumpyWindow, rows_held
+from common.reference_rows import NumpyRows, NumpyWindow, VisibleRows, rows_held
 from common.sampling import NOT_A_TOKEN, Sampler, Samplers
 from common.step import MAX_DECODE_ROWS, PAST, LayerState, State, Step
 from common.storage import ConvSpec, DeltaSpec, Kind, KVSpec, LatentSpec, LayerSpec, Spec, all_specs
@@ -105,10 +105,10 @@ class NumpyOps(Ops):
     def free_bytes(self) -> tuple[int, str]:
         return available_bytes()
 
-    def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
+    def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, needed: slice | None = None) -> Array:
         self.is_long = step.is_long
         try:
-            return super().run(fn, state, step, kept)
+            return super().run(fn, state, step, needed)
         finally:
             self.is_long = False
 
@@ -157,14 +157,14 @@ class NumpyOps(Ops):
         causal: bool = False,
     ) -> Array:
         step.the_slot()
-        parts = kv.hold(step, k, v, q=q)
+        parts = kv.append(step, k, v, q=q)
         seen = [_seen_of(part, step, kv, window, causal) for part in parts]
         keys, values = parts[0].rows if len(parts) == 1 else _joined(parts)
         joined = seen[0] if len(parts) == 1 else np.concatenate(seen, axis=1)
         return _attend(q, keys, values, joined, scale, step.is_long)
 
     def block_sparse_attention(self, q: Array, k: Array, v: Array, kv: Any, step: Step, scale: float) -> Array:
-        parts = kv.hold(step, k, v)
+        parts = kv.append(step, k, v)
         if len(parts) > 1:  # some rows exact, and some from codes
             return self.attention(q, k, v, kv, step, scale)
         keys, values = parts[0].rows
@@ -174,7 +174,7 @@ class NumpyOps(Ops):
         return np.concatenate(parts)
 
     def write_kv(self, k: Array, v: Array, kv: Any, step: Step) -> None:
-        kv.hold(step, k, v)
+        kv.append(step, k, v)
 
     def latent_attention(
         self, q_latent: Array, q_rope: Array, latent: Array, k_rope: Array, kv: Any, step: Step, scale: float
@@ -223,9 +223,9 @@ class NumpyOps(Ops):
         last.rows = np.array(x)
         return np.concatenate([last.tail, x])[1 + step.order()]  # PAST lands on the tail
 
-    def block_conv(self, x: Array, own: Array, base: Array) -> Array:
+    def block_conv(self, x: Array, row_taps: Array, base: Array) -> Array:
         (T, C), n = x.shape, len(base)
-        taps = np.repeat(own.reshape(T, n, -1), C // (own.shape[1] // n), axis=2) + base
+        taps = np.repeat(row_taps.reshape(T, n, -1), C // (row_taps.shape[1] // n), axis=2) + base
         out = np.zeros_like(x)
         for i in range(min(n, T)):
             out[i:] += taps[i:, i] * x[: T - i]
@@ -299,16 +299,16 @@ def product(x: np.ndarray, w: np.ndarray, is_long: bool = False) -> np.ndarray:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=-1)
 
 
-def _seen_of(part: Held, step: Step, kv: Any, window: int | None, causal: bool) -> np.ndarray:
+def _seen_of(part: VisibleRows, step: Step, kv: Any, window: int | None, causal: bool) -> np.ndarray:
     """Mark the rows of a part of a cache that each row of the step attends to: (T, n) bool."""
-    seen = seen_rows(step, part.places, window, kv.sinks, causal)
+    seen = seen_rows(step, part.positions, window, kv.sinks, causal)
     if part.exact is not None:
-        exact = exact_rows(step, part.places, kv.spec.packing)
+        exact = exact_rows(step, part.positions, kv.spec.packing)
         seen &= exact if part.exact else ~exact
     return seen
 
 
-def _joined(parts: Sequence[Held]) -> list[np.ndarray]:
+def _joined(parts: Sequence[VisibleRows]) -> list[np.ndarray]:
     return [np.concatenate(rows) for rows in zip(*(part.rows for part in parts), strict=True)]
 
 

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.reference_rows import Held, NumpyRows, NumpyWindow, decoded, encoded
+from common.reference_rows import NumpyRows, NumpyWindow, VisibleRows, decoded, encoded
 from common.step import Parts, Shape, Step
 from common.storage import LEAST_USE, KVSpec
 
@@ -65,7 +65,7 @@ class NumpyPacked:
     def past(self) -> int:
         return self.codes.past
 
-    def hold(self, step: Step, *rows: np.ndarray, q: np.ndarray | None = None) -> list[Held]:
+    def append(self, step: Step, *rows: np.ndarray, q: np.ndarray | None = None) -> list[VisibleRows]:
         (k, v), past, packing, planes = rows, self.past, self.spec.packing, self.spec.planes
         kept = _with_queries(step, k, q) if packing.calibration else k
         calibration = self._calibration(step, kept)
@@ -77,9 +77,9 @@ class NumpyPacked:
             keys = self.calibration.undo(keys)
         own = [calibration.undo(decoded(new[0], planes[0])), decoded(new[1], planes[1])]
         coded = [np.concatenate(pair) for pair in zip((keys, values), own, strict=True)]
-        (held,) = self.exact.hold(step, kept, v)
+        (held,) = self.exact.append(step, kept, v)
         exact = [held.rows[0][:, : k.shape[1]], held.rows[1]]
-        return [Held(coded, np.arange(first, past), exact=False), Held(exact, held.places, exact=True)]
+        return [VisibleRows(coded, np.arange(first, past), exact=False), VisibleRows(exact, held.positions, exact=True)]
 
     def _calibration(self, step: Step, kept: np.ndarray) -> Calibration:
         """Return the calibration that encodes the step's keys; rows whose path is too short have none.

@@ -10,16 +10,16 @@ from common.step import Parts, Shape, Step
 from common.storage import NATIVE, Plane, RowSpec
 
 
-class Held(NamedTuple):
+class VisibleRows(NamedTuple):
     """Rows that a step may attend to: committed ones, then the step's own.
 
-    rows    (n + T, K, D) float32 of each plane
-    places  (n,) positions of the committed rows
-    exact   whether these are the float32 copies of a compressed cache's rows; None: the cache has no such copies
+    rows       (n + T, K, D) float32 of each plane
+    positions  (n,) of the committed rows
+    exact      whether these are the float32 copies of a compressed cache's rows; None: the cache has no such copies
     """
 
     rows: list[np.ndarray]
-    places: np.ndarray
+    positions: np.ndarray
     exact: bool | None = None
 
 
@@ -58,9 +58,9 @@ class NumpyRows:
             held[self.past : end] = new
         return end
 
-    def hold(self, step: Step, *rows: np.ndarray, q: np.ndarray | None = None) -> list[Held]:
+    def append(self, step: Step, *rows: np.ndarray, q: np.ndarray | None = None) -> list[VisibleRows]:
         """Append the step's rows to the past; return the rows that queries q may attend to, in parts."""
-        return [Held(self.write(*rows), np.arange(self.past))]
+        return [VisibleRows(self.write(*rows), np.arange(self.past))]
 
     def commit(self, path: np.ndarray) -> None:
         rows = slice(self.past, self.past + len(path))
@@ -150,10 +150,10 @@ class NumpyWindow(NumpyRows):
         parts = zip(self.planes, self.rows, self.spec.planes, strict=True)
         return [decoded(np.concatenate([held, new]), plane) for held, new, plane in parts]
 
-    def hold(self, step: Step, *rows: np.ndarray, q: np.ndarray | None = None) -> list[Held]:
+    def append(self, step: Step, *rows: np.ndarray, q: np.ndarray | None = None) -> list[VisibleRows]:
         first = min(self.sinks, self.past)
         rest = np.arange(self.past - (len(self.planes[0]) - first), self.past)
-        return [Held(self.write(*rows), np.concatenate([np.arange(first), rest]))]
+        return [VisibleRows(self.write(*rows), np.concatenate([np.arange(first), rest]))]
 
     def commit(self, path: np.ndarray) -> None:
         if len(path) and not len(self.rows[0]):  # a step may not write a layer's rows: blanks

@@ -30,18 +30,18 @@ def load(
     state.load(arrays, len(tokens), long_steps)
 
 
-def may_save(state: State, why: str, nbytes: int) -> bool:
+def may_save(state: State, reason: str, nbytes: int) -> bool:
     """Test whether `nbytes` of a state should be saved now, while other states are being saved.
 
     The end of a system prompt is always saved. A point of the grid must leave memory for the end of the turn, which is
     more useful.
 
-    why  reason, as in Reading.kept
+    reason  a value of Reading.kept_cuts: "system", "turn", "grid"
     """
     waiting, most = state.saving
-    if why == "system" or most is None:
+    if reason == "system" or most is None:
         return True
-    if why == "grid":
+    if reason == "grid":
         return not waiting and nbytes <= most // 2
     return not waiting or waiting + nbytes <= most
 

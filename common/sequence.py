@@ -177,7 +177,7 @@ class Sequence:
             if found.length:
                 cached, slot.marks = found.length, []
             self.matched = found.matched
-            self.offered = {found.branch: "branch", **self.reading.kept()}
+            self.offered = {found.branch: "branch", **self.reading.kept_cuts()}
         self.cached, self.matched = cached, max(self.matched, cached)
         self.end = len(self.prompt) - (self._unread_after(cached) or self._joins_last(cached))
         self.turns = {at for at, why in self.reading.marks.items() if why == "turn"}

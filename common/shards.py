@@ -55,9 +55,9 @@ class Ranks:
         is_divided = self.divides_head and vocab % (4 * self.size) == 0  # kernels read 4 logits at a time
         return vocab // self.size if is_divided else vocab
 
-    def of(self, own: int) -> Segment:
-        """Return the segment of rows of which each rank takes `own` adjacent ones."""
-        return Segment(own * self.size, own * self.rank, own * (self.rank + 1))
+    def segment(self, per_rank: int) -> Segment:
+        """Return this rank's part of rows or columns of which each rank takes `per_rank` adjacent ones."""
+        return Segment(per_rank * self.size, per_rank * self.rank, per_rank * (self.rank + 1))
 
 
 ONE = Ranks()

@@ -22,7 +22,7 @@ class Prefixes(Protocol):
         """
         ...
 
-    def offer(self, tokens: Sequence[int], state: State, why: str = "turn") -> None:
+    def offer(self, tokens: Sequence[int], state: State, reason: str = "turn") -> None:
         """Keep `state`, which holds exactly `tokens`, if it is useful: at a cut of a prompt, or at a reply's end."""
         ...
 

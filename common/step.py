@@ -25,7 +25,7 @@ _FIRST_SLOT.flags.writeable = False
 
 @cache
 def chain_parents(T: int) -> np.ndarray:
-    """`parents` of a chain of T rows, (T,) int32; read-only, and one array for all steps."""
+    """Return `parents` of a chain of T rows, (T,) int32: read-only, one array for all steps."""
     parents = np.arange(PAST, T - 1, dtype=np.int32)
     parents.flags.writeable = False
     return parents

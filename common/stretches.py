@@ -21,15 +21,15 @@ class Stretches:
     What depends on the sequences alone is found once, because a step may be as short as the host's work for it. The
     newest tokens and their logits stay in the arrays of a step; `settle` puts each sequence's own into its Stretch.
 
-    sequences  in the order of their rows
-    left       steps until one of the stretches ends
+    sequences   in the order of their rows
+    steps_left  number of steps until one of the stretches ends
     """
 
     def __init__(self, runner: RowRunner, sequences: List[Sequence]):
         self.sequences, self.ops = list(sequences), runner.ops
         self.stretches: list[Stretch] = [each.request for each in sequences]  # type: ignore[misc]
         self.states = [each.run.state for each in self.stretches]
-        self.left = max(1, min(map(_steps_left, self.stretches)))  # 1 where a run may no longer run ahead
+        self.steps_left = max(1, min(map(_steps_left, self.stretches)))  # 1 where a run may no longer run ahead
         self._taken = 0  # steps so far whose tokens were handed out
         self._forward = runner.single_rows(self.states)
         samplers = [each.run.sampler for each in self.stretches]
@@ -51,8 +51,8 @@ class Stretches:
     def hand_out(self) -> tuple[list[Ended], int, bool]:
         """Add the newest tokens to their replies, and commit their rows, which `launch` computed.
 
-        Returns the sequences that end, the number of tokens, and whether one is a reply's first. If `left` is 0 then,
-        call `settle`.
+        Returns the sequences that end, the number of tokens, and whether one is a reply's first. If `steps_left` is 0
+        then, call `settle`.
         """
         assert self._ahead is not None
         (logits, found), self._ahead = self._ahead, None
@@ -81,14 +81,14 @@ class Stretches:
                 stretch.token = stretch.row = None  # else they would keep the logits before these steps
         self._logits, self._found, self._tokens = logits, found, found.arrays[0]
         self._positions = self._positions + 1  # another array: an earlier step may not have read its own yet
-        self._taken, self.left = self._taken + 1, self.left - 1
+        self._taken, self.steps_left = self._taken + 1, self.steps_left - 1
         if len(kept) < len(self.sequences):
-            self.left = 0
+            self.steps_left = 0
         return ended, new, begins
 
-    def _commit(self, kept: List[int]) -> None:
-        """Commit the row of each of the sequences numbered `kept`."""
-        states = self.states if len(kept) == len(self.states) else [self.states[at] for at in kept]
+    def _commit(self, numbers: List[int]) -> None:
+        """Commit the row of each sequence whose index is in `numbers`."""
+        states = self.states if len(numbers) == len(self.states) else [self.states[number] for number in numbers]
         if (pool := self.states[0].pool) is not None:
             pool.commit_rows(states)
             return
@@ -101,24 +101,24 @@ class Stretches:
             return self._found.tokens()
         return [_token(self.ops, each.token) for each in self.stretches]
 
-    def _row(self, at: int) -> Any:
-        """Return the logits row (1, vocab) from which the newest token of sequence `at` was chosen."""
-        return self.stretches[at].row if self._found is None else LogitRows(self._logits, at, at + 1)
+    def _row(self, number: int) -> Any:
+        """Return the logits row (1, vocab) from which the newest token of sequence `number` was chosen."""
+        return self.stretches[number].row if self._found is None else LogitRows(self._logits, number, number + 1)
 
     def stop(self) -> None:
         """Launch no further step: `settle` at once, or after the tokens before the launched step were handed out."""
         if self._ahead is None:
             self.settle()
         else:
-            self.left = 1
+            self.steps_left = 1
 
     def settle(self) -> list[Sequence]:
         """Put the newest tokens into the stretches, for other steps; return the sequences whose stretch has ended."""
-        for at, stretch in enumerate(self.stretches):
+        for number, stretch in enumerate(self.stretches):
             if self._found is not None:
-                stretch.row, stretch.token = self._row(at), Handle(self._found, slice(at, at + 1))
+                stretch.row, stretch.token = self._row(number), Handle(self._found, slice(number, number + 1))
             stretch.remaining -= self._taken
-        self._taken, self.left, self._found, self._logits, self._tokens = 0, 0, None, None, None
+        self._taken, self.steps_left, self._found, self._logits, self._tokens = 0, 0, None, None, None
         live = zip(self.sequences, self.stretches, strict=True)
         return [each for each, stretch in live if each.request is stretch and not _steps_left(stretch)]
 

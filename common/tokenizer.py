@@ -337,12 +337,18 @@ def load_tokenizer(path: str | Path, config: Mapping[str, Any]) -> Tokenizer:
 
     config  GGUF metadata ("tokenizer.ggml.model", ...) or the contents of config.json
     """
+    path = Path(path)
     if "tokenizer.ggml.model" in config:
         try:
             backend, rest = from_gguf(config)
         except BimetalError as error:
             raise BimetalError(f"{path}: {error}") from None
     else:
-        folder = Path(path)
-        backend, rest = from_folder(folder if folder.is_dir() else folder.parent, config)
+        folder = path if path.is_dir() else path.parent
+        if path.is_file() and not (folder / "tokenizer.json").exists():
+            raise BimetalError(
+                f"{path} has no tokenizer, and no tokenizer.json lies beside it; if it is a draft, name its model, and "
+                "this as the draft"
+            )
+        backend, rest = from_folder(folder, config)
     return Tokenizer(backend, **rest)

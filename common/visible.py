@@ -7,27 +7,28 @@ from common.storage import Packing
 
 
 def seen_rows(
-    step: Step, places: np.ndarray, window: int | None = None, sinks: int = 0, causal: bool = False
+    step: Step, committed: np.ndarray, window: int | None = None, sinks: int = 0, causal: bool = False
 ) -> np.ndarray:
-    """Build the mask (T, n + T) bool: which committed rows at `places` (n,), then step rows, each row attends to.
+    """Build the mask (T, n + T) bool: which rows each row attends to, of committed ones and then of the step's.
 
-    window  masks positions at or below a row's own minus `window`, except for the first `sinks`
-    causal  masks later rows of the step
+    committed  (n,) positions of the committed rows
+    window     masks positions at or below a row's own minus `window`, except for the first `sinks`
+    causal     masks later rows of the step
     """
     T = len(step)
     own = step.visible & np.tri(T, dtype=bool) if causal else step.visible
-    seen = np.concatenate([np.ones((T, len(places)), bool), own], axis=1)
+    seen = np.concatenate([np.ones((T, len(committed)), bool), own], axis=1)
     if window is not None:
-        position = _positions(step, places)
+        position = _positions(step, committed)
         seen &= (position > step.positions[:, None] - window) | (position < sinks)
     return seen
 
 
-def exact_rows(step: Step, places: np.ndarray, packing: Packing) -> np.ndarray:
+def exact_rows(step: Step, committed: np.ndarray, packing: Packing) -> np.ndarray:
     """Build the mask (T, n + T) bool of the rows that each row of the step reads exactly, and not from codes."""
-    position = _positions(step, places)
+    position = _positions(step, committed)
     return (position < packing.first) | (position > step.positions[:, None] - packing.recent)
 
 
-def _positions(step: Step, places: np.ndarray) -> np.ndarray:
-    return np.concatenate([places, step.positions])  # a committed row's place is its position
+def _positions(step: Step, committed: np.ndarray) -> np.ndarray:
+    return np.concatenate([committed, step.positions])

@@ -33,7 +33,7 @@ class Calibration:
         return f"{self.window.words} (window, tau, lambda): {share} on {self.text}"
 
 
-def place(model: Path) -> Path:
+def calibration_path(model: Path) -> Path:
     """Return the path at which the calibration of the model at `model`, a folder or a file, is kept."""
     return model / NAME if model.is_dir() else model.with_name(f"{model.stem}.{NAME}")
 
@@ -45,13 +45,13 @@ def write(model: Path, found: Calibration) -> Path:
     if window.checks:
         values["sure"] = window.sure
     rest = {name: value for name, value in asdict(found).items() if name != "window"}
-    rewrite(place(model), json.dumps(values | rest, indent=1) + "\n")
-    return place(model)
+    rewrite(calibration_path(model), json.dumps(values | rest, indent=1) + "\n")
+    return calibration_path(model)
 
 
 def read(model: Path) -> Calibration | None:
     """Return the calibration beside the model, if there is one. Raises BimetalError for a file that is none."""
-    file = place(model)
+    file = calibration_path(model)
     if not file.is_file():
         return None
     card = read_json(file)

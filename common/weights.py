@@ -173,7 +173,7 @@ def make_weights(
         def handles(table: Table, layer: int | None = None) -> SimpleNamespace:
             made = SimpleNamespace()
             for name, entry in table.items():
-                with ops.at(layout.layer_of(name, first, out) if layer is None else layer):
+                with ops.loading_layer(layout.layer_of(name, first, out) if layer is None else layer):
                     setattr(made, name, make(entry) if entry is not None and ops.has_layer(layer) else None)
                 bar.update()
             return made

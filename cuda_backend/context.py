@@ -84,7 +84,7 @@ class Context:
                 store.note_step(runs)
         replay = self.replay
         shape = Shape(len(step), len(runs), one_row_each(step, runs), long_past(step, inputs.pasts))
-        return replay.uploaded(replay.inputs_for(step, own=True), shape, step, inputs)
+        return replay.uploaded(replay.inputs_for(step, separate=True), shape, step, inputs)
 
     def rope_of(self, rope: Rope | None, positions: Array | None) -> np.ndarray:
         """Return the rope of rows at `positions` as kernels read it: prelude.cuh Rope."""

@@ -50,9 +50,9 @@ def calibrated(context: Context, kv: KV, step: DeviceStep, opened: ExactStep) ->
     heads, rows = kv.keys.heads, 1 if step.prefill else step.T
     size = 4 * heads * kv.keys.width
     stats = context.arena.take(2 * rows * size)
-    whole = 0 if step.prefill else step.address
-    kept = kv.exact.mean, kv.exact.slot // 4
-    calibrate(opened.planes[0], heads, store.calibration, stats, context.stream, rows, whole, kept)
+    address = 0 if step.prefill else step.address
+    committed = kv.exact.mean, kv.exact.slot // 4
+    calibrate(opened.planes[0], heads, store.calibration, stats, context.stream, rows, address, committed)
     record = opened.record.copy()
     record["mean"], record["scale"] = stats, stats + rows * size
     record["own"], record["slots"] = 0 if step.prefill else heads * kv.keys.width, 0

@@ -13,7 +13,7 @@ from cuda_backend.launch import kernel
 from cuda_backend.layout import expert_defines, expert_ring, packed_size, packing, parts_of, ring, single_defines
 from cuda_backend.lazy import Lazy, Target
 from cuda_backend.occupancy import Card
-from cuda_backend.products import NONE, RowNorm, dense_product, inverse, is_packed, packed_segments, row_norm
+from cuda_backend.products import NONE, Result, RowNorm, dense_product, inverse, is_packed, packed_segments, row_norm
 from cuda_backend.prototypes import CHOICE
 from cuda_backend.views import NOTHING, out_of, view
 from cuda_backend.weights import Segment, Weight
@@ -78,7 +78,7 @@ def grouped_linear(
                 stream=context.stream,
             )
         else:
-            dense_product(context, s, x.as_dense(), at, g.pairs, N, pairs=(g.ids, pairs_per_row))
+            dense_product(context, s, x.as_dense(), Result(at, N), g.pairs, pairs=(g.ids, pairs_per_row))
         at += 4 * s.rows
     return out
 

@@ -88,9 +88,10 @@ def _holds(consumer: str, producer: Lazy) -> bool:
 
 
 def packed_for_product(x: Lazy, packing: Packing) -> tuple[int, int]:
-    """Return int8 rows of x for a product that finishes a norm, and their sums of squares: Op.emit_deferred.
+    """Return the addresses of x as int8 rows for a product, and of sums of squares of x (lazy.Op.emit_deferred).
 
-    If the address of the sums is 0, x is not such a norm, and the rows are complete: Op.emit_deferred.
+    If x is a norm that the product can finish, the rows lack the factor 1 / rms, which the product computes from the
+    sums. For any other x the rows are complete, and the address of the sums is 0.
     """
     if packing not in x.forms.deferred and x.op.emit_deferred and _holds("product", x):
         take = x.context.arena.take
@@ -101,7 +102,7 @@ def packed_for_product(x: Lazy, packing: Packing) -> tuple[int, int]:
 
 
 def dense_for_product(x: Lazy) -> tuple[int, int]:
-    """Prepare rows as `packed_for_product`, in float32 for a router; the same launch writes the experts' int8 rows."""
+    """Return the same as `packed_for_product` with rows in float32, for a router; the launch also writes int8 rows."""
     rows = Packing(1, False)  # for types summed in integers; experts of other types request another form
     if not x.forms.deferred_dense and x.op.emit_deferred and _holds("product", x):
         take = x.context.arena.take

@@ -23,7 +23,7 @@ from cuda_backend import rows
 from cuda_backend.arrays import Array
 from cuda_backend.multi_gpu_states import MultiGpuPool
 from cuda_backend.ops import CudaOps
-from cuda_backend.relay import Gpu, Held, Input, MultiGpuStep, Relay, Value
+from cuda_backend.relay import Gpu, Input, MultiGpuStep, OnGpu, Relay, Value
 from cuda_backend.several_gpus import SeveralGpus, check_devices, connect, each, free, leaves
 
 # -- the ops -----------------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def forwarded(name: str) -> Any:
 
 def gpu_of(args: Sequence[Any]) -> Gpu:
     """Find the GPU of the first weight or state among `args`, or without one that of the first array."""
-    return next(x.gpu for kind in (Held, Value) for x in args if isinstance(x, kind))
+    return next(x.gpu for kind in (OnGpu, Value) for x in args if isinstance(x, kind))
 
 
 class LayerSplitOps(SeveralGpus):
@@ -70,24 +70,24 @@ class LayerSplitOps(SeveralGpus):
     # -- weights and states --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def at(self, layer: int) -> Iterator[None]:
+    def loading_layer(self, layer: int) -> Iterator[None]:
         self.loads_on = self._place(layer)
-        with self.loads_on.ops.at(layer):
+        with self.loads_on.ops.loading_layer(layer):
             yield
 
-    def weight(self, *parts: Tensor) -> Held:
+    def weight(self, *parts: Tensor) -> OnGpu:
         with self.loads_on.device:
-            return Held(self.loads_on.ops.weight(*parts), self.loads_on)
+            return OnGpu(self.loads_on.ops.weight(*parts), self.loads_on)
 
-    def expert_weight(self, *parts: Tensor) -> Held:
+    def expert_weight(self, *parts: Tensor) -> OnGpu:
         with self.loads_on.device:
-            return Held(self.loads_on.ops.expert_weight(*parts), self.loads_on)
+            return OnGpu(self.loads_on.ops.expert_weight(*parts), self.loads_on)
 
-    def vector(self, tensor: Tensor) -> Held:
+    def vector(self, tensor: Tensor) -> OnGpu:
         with self.loads_on.device:
-            return Held(self.loads_on.ops.vector(tensor), self.loads_on)
+            return OnGpu(self.loads_on.ops.vector(tensor), self.loads_on)
 
-    def weight_bytes(self, weight: Held) -> int:
+    def weight_bytes(self, weight: OnGpu) -> int:
         return weight.gpu.ops.weight_bytes(weight.value)
 
     def held_pool_bytes(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int, rows: int) -> int:
@@ -96,7 +96,7 @@ class LayerSplitOps(SeveralGpus):
     def free_bytes(self) -> tuple[int, str]:
         return sum(map(free, self.gpus)), f"free memory of GPUs {', '.join(str(gpu.index) for gpu in self.gpus)}"
 
-    def room(self, layers: int) -> list[tuple[int, Sequence[int]]]:
+    def free_by_device(self, layers: int) -> list[tuple[int, Sequence[int]]]:
         held = [(gpu, [i for i in range(layers) if self._place(i) is gpu]) for gpu in self.gpus]
         return [(free(gpu), own) for gpu, own in held if own]
 
@@ -107,7 +107,7 @@ class LayerSplitOps(SeveralGpus):
             with gpu.device:
                 part = gpu.ops.new_pool([spec[i] for i in own], slots, capacity, tokens, self._batches(slots))
             for n, i in enumerate(own):
-                layers[i] = SimpleNamespace(**{name: Held(handle, gpu) for name, handle in vars(part[n]).items()})
+                layers[i] = SimpleNamespace(**{name: OnGpu(handle, gpu) for name, handle in vars(part[n]).items()})
             pools[gpu] = part
         return MultiGpuPool(pools, layers)
 
@@ -117,11 +117,11 @@ class LayerSplitOps(SeveralGpus):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, kept: slice | None = None) -> Any:
+    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, needed: slice | None = None) -> Any:
         out, count = self.relay.run(fn, state, step), len(step)
         if isinstance(out, tuple):
-            return tuple(self._kept(x, count) for x in out)
-        return self._kept(out if kept is None else out[kept], count)
+            return tuple(self._out_of_arena(x, count) for x in out)
+        return self._out_of_arena(out if needed is None else out[needed], count)
 
     def scope(self, layer: int, block: Callable[[Any], Any], x: Value) -> Value:
         gpu = self._place(layer)
@@ -179,7 +179,7 @@ class LayerSplitOps(SeveralGpus):
 
     def _local(self, x: Any, gpu: Gpu) -> Any:
         """Convert an argument to what the ops of `gpu` take."""
-        if isinstance(x, Held):
+        if isinstance(x, OnGpu):
             return x.value
         if isinstance(x, MultiGpuStep):
             return self.relay.steps[gpu]
@@ -190,7 +190,7 @@ class LayerSplitOps(SeveralGpus):
             return tuple(self._values(x, gpu) for x in out)
         return Value(out, gpu, self.relay) if isinstance(out, Array) else out
 
-    def _kept(self, x: Value, count: int) -> Value:
+    def _out_of_arena(self, x: Value, count: int) -> Value:
         with x.gpu.device:
             return Value(rows.out_of_arena(x.gpu.context, x.array, count), x.gpu, self.relay)
 

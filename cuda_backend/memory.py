@@ -26,7 +26,7 @@ def limit(nbytes: int, devices: Sequence[int] = ()) -> None:
             pool.set_limit(size=nbytes)
 
 
-def room() -> tuple[int, int]:
+def free_and_total() -> tuple[int, int]:
     """Return (bytes that this process may still allocate on the current GPU, bytes that it may allocate in all)."""
     free, total = cupy.cuda.runtime.memGetInfo()
     pool = cupy.get_default_memory_pool()
@@ -66,7 +66,7 @@ def _allocate(nbytes: int, stream: Stream | None) -> Any:
         except cupy.cuda.memory.OutOfMemoryError:
             if again:  # memory that the pool keeps for other streams counts to its limit
                 give_back()
-    (free, total), device = room(), cupy.cuda.runtime.getDevice()
+    (free, total), device = free_and_total(), cupy.cuda.runtime.getDevice()
     if cupy.get_default_memory_pool().get_limit() == total:
         has = f"the limit of {total / 1e9:.1f} GB on GPU {device} leaves {free / 1e9:.1f} GB"
     else:

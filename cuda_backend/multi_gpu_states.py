@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from common.step import Parts, Shape, State, Step
-from cuda_backend.memory import room
+from cuda_backend.memory import free_and_total
 from cuda_backend.relay import Gpu
 from cuda_backend.replay import graphs
 from cuda_backend.runs import Runs
@@ -143,7 +143,7 @@ class MultiGpuState(State):
         for gpu, share in self.shares.items():
             with gpu.device:
                 copies = share.pool.copies
-                waiting, most = waiting + copies.waiting_bytes, most + copies.limit(room()[0])
+                waiting, most = waiting + copies.waiting_bytes, most + copies.limit(free_and_total()[0])
         return waiting, most
 
     def when_saved(self, arrays: Sequence[np.ndarray] | None = None) -> Callable[[], object]:

@@ -30,7 +30,7 @@ from cuda_backend.context import Context, make
 from cuda_backend.idle import Idle
 from cuda_backend.launch import kernels_built
 from cuda_backend.layout import UNITS
-from cuda_backend.memory import Memory, give_back, give_back_blocks, room, upload
+from cuda_backend.memory import Memory, free_and_total, give_back, give_back_blocks, upload
 from cuda_backend.replay import BUCKETS, bucket
 from cuda_backend.state_table import check_room
 from cuda_backend.states import CudaPool, may_capture, pool_bytes, state_bytes
@@ -70,7 +70,8 @@ class CudaOps(Ops):
         self.expert_supply = self.context.experts
         self.expert_vram = experts.nbytes if experts else 0
         self.layer: int | None = None  # for which weights are loaded
-        self.prefill_rows = 8192 if room()[1] > 64e9 else 1024  # a step of any number of rows expands every matrix once
+        _, total = free_and_total()
+        self.prefill_rows = 8192 if total > 64e9 else 1024  # a step of any number of rows expands every matrix once
         self.expanded: dict[str, int] = {}  # types held as float16, and how many tensors
         self.idle: Idle | None = None  # of a benchmark
 
@@ -86,7 +87,7 @@ class CudaOps(Ops):
         return None
 
     @contextmanager
-    def at(self, layer: int) -> Iterator[None]:
+    def loading_layer(self, layer: int) -> Iterator[None]:
         before, self.layer = self.layer, layer
         try:
             yield
@@ -167,7 +168,7 @@ class CudaOps(Ops):
 
     def free_bytes(self) -> tuple[int, str]:
         give_back()
-        return room()[0], f"free memory of {self.context.card.name}"
+        return free_and_total()[0], f"free memory of {self.context.card.name}"
 
     def prompt_rows(self, spec: Sequence[LayerSpec]) -> int:
         return PROMPT_ROWS if self.context.replay.captures_long and may_capture(spec) else 1
@@ -188,7 +189,7 @@ class CudaOps(Ops):
         apply_paths = partial(recurrent.apply_paths, self.context)
         return CudaPool(spec, slots, capacity, apply_paths, self.context.stream, tokens, batches)
 
-    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, kept: slice | None = None) -> Any:
+    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, needed: slice | None = None) -> Any:
         if self.idle:
             self.idle.begins()
         play = partial(self.context.replay.run, fn, state, step)
@@ -196,7 +197,7 @@ class CudaOps(Ops):
         out, count = play() if store is None else store.step(fn, len(step), bucket(len(step)), play)
         if isinstance(out, tuple):
             return tuple(rows.out_of_arena(self.context, x, count) for x in out)
-        return rows.out_of_arena(self.context, out if kept is None else out[kept], count)
+        return rows.out_of_arena(self.context, out if needed is None else out[needed], count)
 
     def scope(self, layer: int, block: Callable[[AnyArray], AnyArray], x: AnyArray) -> AnyArray:
         self.context.arena.turn()

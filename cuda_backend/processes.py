@@ -113,7 +113,7 @@ class ProcessOps(TensorParallelOps):
         least = min(range(len(found)), key=found.__getitem__)
         return found[least], f"free memory of rank {least}, which holds 1/{len(found)} of each layer"
 
-    def room(self, layers: int) -> list[tuple[int, Sequence[int]]]:
+    def free_by_device(self, layers: int) -> list[tuple[int, Sequence[int]]]:
         return [(self.free_bytes()[0], range(layers))]
 
     def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> MultiGpuPool:

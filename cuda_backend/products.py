@@ -41,6 +41,18 @@ class RowNorm(NamedTuple):
     eps: float = 0.0
 
 
+class Result(NamedTuple):
+    """Memory for the product of T rows by one matrix: float32 [partials][T][row_stride], beginning at `address`.
+
+    row_stride  values from one row to the next: at least the rows of the matrix
+    partials    partial sums of each value, which the reader adds
+    """
+
+    address: int
+    row_stride: int
+    partials: int = 1
+
+
 NONE = RowNorm()
 EXPAND = 1 << 26  # most elements of a quantized matrix that a prefill step expands at a time
 
@@ -76,16 +88,16 @@ def linear(context: Context, x: Lazy, w: Weight) -> Array:
     needs = tuple(zip(itertools.accumulate(s.rows for s in w.segments), counts, strict=True))
     out = Array((T, N), context.arena.take(partials * T * N * 4), partials=partials, partial_stride=T * N, needs=needs)
     rows = itertools.accumulate((s.rows for s in w.segments), initial=0)
-    at = {s: out.address + 4 * row for s, row in zip(w.segments, rows, strict=False)}
+    results = {s: Result(out.address + 4 * row, N, partials) for s, row in zip(w.segments, rows, strict=False)}
     for together in launches:
         how = packing(together[0].type, T)
         packed, squares = packed_for_product(x, how) if is_packed(w) else (x.as_packed(how), 0)
-        matrices = [(s, at[s], cuts[s][0]) for s in together]
-        _quantized(context, matrices, packed, row_norm(squares, together[0], x), T, how, N, partials)
+        matrices = [(s, results[s], cuts[s][0]) for s in together]
+        _quantized(context, matrices, packed, row_norm(squares, together[0], x), T, how)
     for s in w.segments:
         if s not in cuts:
             x_dense, squares = (x.as_dense(), 0) if cuts else dense_for_product(x)
-            dense_product(context, s, x_dense, at[s], T, N, partials=partials, norm=row_norm(squares, s, x))
+            dense_product(context, s, x_dense, results[s], T, norm=row_norm(squares, s, x))
     return out
 
 
@@ -109,16 +121,13 @@ def _cut(together: tuple[Segment, ...], context: Context) -> list[tuple[int, int
 
 
 def _quantized(
-    context: Context,
-    matrices: list[tuple[Segment, int, int]],
-    x: int,
-    norm: RowNorm,
-    T: int,
-    how: Packing,
-    row_stride: int,
-    partials: int,
+    context: Context, matrices: list[tuple[Segment, Result, int]], x: int, norm: RowNorm, T: int, how: Packing
 ) -> None:
-    """Launch kernels/linear.cu for one or two matrices, each with the address of its result and its stripes."""
+    """Launch kernels/linear.cu for one or two matrices, each with its result and its number of stripes.
+
+    x    address of T rows, int8 and packed as `how` states
+    """
+    _, row_stride, partials = matrices[0][1]  # which all matrices of a launch share
     squares, norm_parts, columns, eps = norm
     types = tuple(s.type for s, _, _ in matrices)
     stripes = sum(n for _, _, n in matrices)
@@ -126,10 +135,10 @@ def _quantized(
         launch = linear_launch(context.card, types, cols)  # each launch reads the matrices once
         each = launch.stripes if stripes > context.card.sms else 1
         given, ctas = np.zeros(2, MATRIX), [-(-n // each) for _, _, n in matrices]
-        for i, (s, out, n) in enumerate(matrices):
-            to = out + first * row_stride * 4
+        for i, (s, result, n) in enumerate(matrices):
+            out = result.address + first * row_stride * 4
             units = s.row_blocks * s.k_blocks
-            given[i] = s.memory.address, to, s.rows, s.k_blocks, units, n, each, *map(inverse, (s.k_blocks, units, n))
+            given[i] = s.memory.address, out, s.rows, s.k_blocks, units, n, each, *map(inverse, (s.k_blocks, units, n))
         packed = x + first * groups_of(matrices[0][0].columns) * row_bytes(how)
         of_rows = squares + 4 * first * norm_parts if squares else squares
         kernel("linear", "linear", launch.defines, launch.shared, launch.second)(
@@ -148,24 +157,20 @@ def _quantized(
 
 
 def dense_product(
-    context: Context,
-    s: Segment,
-    x: int,
-    out: int,
-    T: int,
-    row_stride: int,
-    partials: int = 1,
-    pairs: tuple[int, int] = (0, 1),
-    norm: RowNorm = NONE,
+    context: Context, s: Segment, x: int, out: Result, T: int, pairs: tuple[int, int] = (0, 1), norm: RowNorm = NONE
 ) -> None:
-    """Launch kernels/dense.cu; `pairs`: (address of each pair's matrix number, or 0; pairs per row of x)."""
+    """Launch kernels/dense.cu.
+
+    x      address of rows, float32 (T, s.columns), or of as many rows as T pairs read
+    pairs  of a mixture: address of the number of each pair's matrix, int32 (T,), and pairs per row of x; 0: one matrix
+    """
     ids, share = pairs
     rows = 1 if ids or T == 1 else 2
-    result = T, row_stride, partials, T * row_stride
+    strides = T, out.row_stride, out.partials, T * out.row_stride
     kernel("dense", "dense", (s.type, f"ROWS={rows}", *(("EXPERTS",) if ids else ())))(
         (-(-T // rows), -(-s.rows // 8)),
         (256,),
-        (s.matrices(), x, out, s.rows, s.columns, *result, ids, share, *norm),
+        (s.matrices(), x, out.address, s.rows, s.columns, *strides, ids, share, *norm),
         stream=context.stream,
     )
 
@@ -180,7 +185,7 @@ def _product(context: Context, x: Lazy, w: Weight) -> Array:
     at = out.address
     for s in w.segments:
         if s.type == "F32":
-            dense_product(context, s, x.as_dense(), at, T, N)
+            dense_product(context, s, x.as_dense(), Result(at, N), T)
         else:
             step = min(s.rows, max(128, EXPAND // s.columns // 128 * 128))
             scratch = 0 if s.type == half else arena.scratch(step * s.columns * 2, stream)

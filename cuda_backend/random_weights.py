@@ -42,10 +42,10 @@ class RandomOps(CudaOps):
             if self.context.routing:
                 self.context.routing.open(sorted(self.experts_of), max(self.experts_of.values(), default=0))
 
-    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, kept: slice | None = None) -> Any:
+    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, needed: slice | None = None) -> Any:
         if self.context.routing and len(step) <= MAX_DECODE_ROWS:
             self.context.routing.step(len(step), bucket(len(step)))
-        return super().run(fn, state, step, kept)
+        return super().run(fn, state, step, needed)
 
     @property
     def stage(self) -> Stage:
@@ -56,7 +56,7 @@ class RandomOps(CudaOps):
         block = BLOCKS[tensor.type]
         nbytes = (rows.stop - rows.start) * tensor.data.shape[-1]
         self.uploader.finish()  # its launches may still read the buffer
-        address = self.uploader.room(nbytes + 4)
+        address = self.uploader.scratch(nbytes + 4)
         args = (address, -(-nbytes // 4), (zlib.crc32(tensor.name.encode()) + rows.start) % (1 << 32))
         kernel("random", "fill")((1024,), (256,), args, stream=self.context.stream)
         n = nbytes // block.bytes

@@ -161,8 +161,8 @@ def apply_paths(context: Context, recurrent: Recurrent, slots: Sequence[int]) ->
     """Apply the committed paths of `slots` in every layer, by a step without rows."""
     inputs, n = context.replay.decode_inputs, len(slots)
     runs = Runs(Run(slot, i, 0) for i, slot in enumerate(slots))
-    kept = recurrent.pairs[slots[0]].path_store
-    inputs.upload(Step.chain(np.empty(0, np.int32), 0), recurrent.inputs(runs, [0] * n)._replace(kept=kept))
+    store = recurrent.pairs[slots[0]].path_store
+    inputs.upload(Step.chain(np.empty(0, np.int32), 0), recurrent.inputs(runs, [0] * n)._replace(path_store=store))
     for layer in recurrent.layers():
         if isinstance(layer, Conv):
             _conv(context, NOTHING, Taps(layer, 0), inputs.memory.address, n, 0)
@@ -187,11 +187,12 @@ def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None
     Hk, Hv, Dk, Dv = spec.key_heads, spec.heads, padded(spec.key_dim), spec.value_dim
     alone = T == 1 and before is not None
     prepared = (0, 0, 0, 0) if alone or not T else _prepare(context, rule)
-    kept, ways = (delta.matrix, delta.flip, delta.keys, delta.changes, delta.factors), f"NORM={int(norm is not None)}"
+    state = delta.matrix, delta.flip, delta.keys, delta.changes, delta.factors
+    with_norm = f"NORM={int(norm is not None)}"
     end = *(norm or GatedNorm()), out
     if one_row_each:
-        kernel("delta_each", "delta_each", (f"DK={Dk}", ways, *packed_only(out)))(
-            (Hv, runs), (256,), (step, Hk, Hv, Dv, *kept, *prepared, *end), stream=context.stream
+        kernel("delta_each", "delta_each", (f"DK={Dk}", with_norm, *packed_only(out)))(
+            (Hv, runs), (256,), (step, Hk, Hv, Dv, *state, *prepared, *end), stream=context.stream
         )
         return
     shared_saved, spilled, shared = delta_saved(card, Dk, T, norm is not None, runs, wide)
@@ -199,11 +200,11 @@ def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None
     spill = arena.take(Hv * -(-Dv // wide) * spilled * saved_bytes(Dk, wide)) if spilled else 0
     narrow = () if wide == 64 else (f"WIDE={wide}",)
     widths, partials, inputs, tail = _convolution(rule)
-    defines = *widths, ways, f"ALONE={int(alone)}", *narrow, *(partials if alone else ()), *packed_only(out)
+    defines = *widths, with_norm, f"ALONE={int(alone)}", *narrow, *(partials if alone else ()), *packed_only(out)
     kernel("delta", "delta", defines, most)(
         (Hv, -(-Dv // wide), runs),
         (4 * wide + (192 if alone and Dk <= 128 else 128),),
-        (*inputs, *kept, *tail, *prepared, spill, shared_saved, spilled, *end),
+        (*inputs, *state, *tail, *prepared, spill, shared_saved, spilled, *end),
         shared_mem=shared,
         stream=context.stream,
     )

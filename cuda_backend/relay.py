@@ -31,8 +31,8 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A weight or a layer's state, and the GPU that holds it."""
+class OnGpu:
+    """A weight or a layer's state in the memory of one of the GPUs."""
 
     value: Any
     gpu: Gpu

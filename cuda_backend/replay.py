@@ -80,7 +80,7 @@ class DeviceStep:
         return self.T
 
 
-def seen(parents: list[int] | None, T: int) -> bytes:
+def visible_masks(parents: list[int] | None, T: int) -> bytes:
     """Encode Step.visible: for each of T rows a bit mask of the rows that it sees; `parents` None: a block."""
     rows = [(1 << T) - 1] * T if parents is None else []
     for row, parent in enumerate(parents or ()):
@@ -89,15 +89,15 @@ def seen(parents: list[int] | None, T: int) -> bytes:
 
 
 @cache
-def chain_sees(T: int, is_block: bool) -> bytes:
-    """Return `seen` for a chain of T rows, or for a block."""
-    return seen(None if is_block else list(range(PAST, T - 1)), T)
+def chain_masks(T: int, is_block: bool) -> bytes:
+    """Return `visible_masks` for a chain of T rows, or for a block."""
+    return visible_masks(None if is_block else list(range(PAST, T - 1)), T)
 
 
 @cache
 def _single_rows(nbytes: int, T: int) -> bytes:
     """Return the bytes of an Inputs with one row of each of T sequences; all other fields are zero."""
-    before = bytes(SEEN) + T * chain_sees(1, False)
+    before = bytes(SEEN) + T * chain_masks(1, False)
     return (before.ljust(RUN_OF, b"\0") + bytes(range(T))).ljust(nbytes, b"\0")
 
 
@@ -111,10 +111,10 @@ def _unbranched(nbytes: int, runs: Runs, is_block: bool) -> bytes:
 
 def _put_rows(host: bytearray, all_parents: list[int] | None, runs: Runs) -> list[int]:
     """Write which rows see each other, and their order, by Step.parents; return `branches` of Runs.numbers."""
-    sees, run_of, branches = list[bytes](), list[int](), [0] * len(runs)
+    masks, run_of, branches = list[bytes](), list[int](), [0] * len(runs)
 
-    def put(at: int, data: bytes) -> None:
-        host[at : at + len(data)] = data
+    def put(offset: int, data: bytes) -> None:
+        host[offset : offset + len(data)] = data
 
     for number, (_, first, rows) in enumerate(runs):
         # a single row continues the past: its parents need not be read
@@ -122,15 +122,15 @@ def _put_rows(host: bytearray, all_parents: list[int] | None, runs: Runs) -> lis
         if parents is not None and first:
             parents = [parent if parent == PAST else parent - first for parent in parents]
         is_chain = parents is None or parents == list(range(PAST, rows - 1))
-        sees.append(chain_sees(rows, parents is None) if is_chain else seen(parents, rows))
+        masks.append(chain_masks(rows, parents is None) if is_chain else visible_masks(parents, rows))
         run_of += [number] * max(rows, 1)
         if parents is not None and not is_chain:
-            order, moves, after = depth_first(parents)
+            order, moves, predecessors = depth_first(parents)
             branches[number] = 1
-            put(LINE + 4 * first, bytes(chain.from_iterable(lines(order, after))))
+            put(LINE + 4 * first, bytes(chain.from_iterable(lines(order, predecessors))))
             put(MOVES + first, bytes(moves))
-            put(PARENTS + first, bytes(i % 256 for i in after))
-    put(SEEN, b"".join(sees))
+            put(PARENTS + first, bytes(i % 256 for i in predecessors))
+    put(SEEN, b"".join(masks))
     put(RUN_OF, bytes(run_of))
     return branches
 
@@ -164,13 +164,13 @@ class Inputs:
         self.sampled = tokens
         return self.tokens
 
-    def upload(self, step: Step, of_runs: RunInputs) -> None:
+    def upload(self, step: Step, run_inputs: RunInputs) -> None:
         """Put a step together in host memory, and queue its copy to the device on the stream.
 
         Steps without trees that branch begin as copies of templates, in which only the head, the path, the runs,
         positions and tokens are missing. Other steps begin as zeros.
         """
-        T, runs, nbytes, parents = len(step), of_runs.runs, self.memory.nbytes, step.parents
+        T, runs, nbytes, parents = len(step), run_inputs.runs, self.memory.nbytes, step.parents
         branches: Sequence[int] = ()
         # bytes and arrays of Python, because the device waits for this code, and NumPy's records take twice as long
         if T > MAX_DECODE_ROWS:
@@ -182,11 +182,11 @@ class Inputs:
         else:
             host = bytearray(nbytes)
             branches = _put_rows(host, parents.tolist(), runs)
-        HEAD.pack_into(host, 0, T, len(runs), of_runs.kept)
-        if path := list(chain.from_iterable(of_runs.paths)):
+        HEAD.pack_into(host, 0, T, len(runs), run_inputs.path_store)
+        if path := list(chain.from_iterable(run_inputs.paths)):
             struct.pack_into(f"{len(path)}i", host, PATH, *path)
         kind = 1 if T > MAX_DECODE_ROWS else 2 if parents is None else 0
-        host[RUNS : RUNS + 4 * NUMBERS * len(runs)] = runs.numbers(of_runs, kind, branches)
+        host[RUNS : RUNS + 4 * NUMBERS * len(runs)] = runs.numbers(run_inputs, kind, branches)
         host[END : END + 4 * T] = np.asarray(step.positions, np.int32).tobytes()
         size, on_host = END + 4 * self.rows, not isinstance(step.tokens, Array)
         if on_host:
@@ -248,34 +248,34 @@ class Replay:
         check(step, runs, pool.lengths, state.capacity)
         pool.note_runs(step, runs)
         shape, table = shape_of(pool, step, runs), table_of(state, fn)
-        here = self.uploaded(self.inputs_for(step), shape, step, pool.inputs(step, runs))
+        device_step = self.uploaded(self.inputs_for(step), shape, step, pool.inputs(step, runs))
         repeats = self.captures_long and pool.captures_long and isinstance(fn, Repeated)
         if repeats and MAX_DECODE_ROWS < shape.T <= LONG_ROWS:
-            return self._run_long(fn, state, here, table), len(step)
-        call, captured = (partial(run, fn, state, here) for run in (self._call, self._captured))
+            return self._run_long(fn, state, device_step, table), len(step)
+        call, captured = (partial(run, fn, state, device_step) for run in (self._call, self._captured))
         out = run_step(table, shape, call, captured)
         return out, len(step)
 
-    def _run_long(self, fn: Callable[[Any, DeviceStep], Any], state: Any, here: DeviceStep, table: Table) -> Any:
+    def _run_long(self, fn: Callable[[Any, DeviceStep], Any], state: Any, device_step: DeviceStep, table: Table) -> Any:
         """Run a long step as run_step runs a short one; drop the least recently used programs.
 
         A program is captured for one slot and length, and replayed for all others, since its kernels read slot and
         length from the StepState.
         """
-        shape = Shape(here.T)
+        shape = Shape(device_step.T)
         has_run, program = shape in table, table.pop(shape, None)
         if program is not None and program.scratch is not self.arena.passing:  # the scratch memory has grown since
             has_run, program = False, None
         if not has_run:
-            out = self._call(fn, state, here)
+            out = self._call(fn, state, device_step)
             table[shape] = None
             return out
         if program is None:
             try:
-                program = self._captured(fn, state, here, overlap=False)._replace(scratch=self.arena.passing)
+                program = self._captured(fn, state, device_step, overlap=False)._replace(scratch=self.arena.passing)
             except NotImplementedError:  # cuBLAS was not found, and CuPy's calls of it cannot be captured: gemm.py
                 self.captures_long = False
-                return self._call(fn, state, here)
+                return self._call(fn, state, device_step)
         table[shape] = program  # last in the table: the most recently used
         for segment in program.segments:
             segment.play()
@@ -287,22 +287,23 @@ class Replay:
         """Upload a noted step of a CudaPool to the memory that graphs read."""
         return self.uploaded(self.inputs_for(step), shape_of(pool, step, runs), step, pool.inputs(step, runs))
 
-    def uploaded(self, inputs: Inputs, shape: Shape, step: Step, of_runs: RunInputs) -> DeviceStep:
+    def uploaded(self, inputs: Inputs, shape: Shape, step: Step, run_inputs: RunInputs) -> DeviceStep:
         """Upload a step to `inputs`, for launches of `shape`."""
-        inputs.upload(step, of_runs)
+        inputs.upload(step, run_inputs)
         if shape.T <= MAX_DECODE_ROWS:
             return inputs.step(shape, step.parents is None)
         hidden = inputs.place_hidden(step.hidden)
-        return replace(inputs.step(Shape(shape.T)), slot=of_runs.runs.slots[0], past=of_runs.pasts[0], hidden=hidden)
+        slot, past = run_inputs.runs.slots[0], run_inputs.pasts[0]
+        return replace(inputs.step(Shape(shape.T)), slot=slot, past=past, hidden=hidden)
 
-    def inputs_for(self, step: Step, own: bool = False) -> Inputs:
+    def inputs_for(self, step: Step, separate: bool = False) -> Inputs:
         """Return memory for a step: the memory that graphs read, or separate memory for a call outside of `run`."""
         T = len(step)
         if T <= MAX_DECODE_ROWS:
-            return Inputs(MAX_DECODE_ROWS, self.stream) if own else self.decode_inputs
+            return Inputs(MAX_DECODE_ROWS, self.stream) if separate else self.decode_inputs
         if not step.is_chain:
             raise BimetalError(f"a tree or block has {T} rows; the CUDA kernels take at most {MAX_DECODE_ROWS}")
-        if own:
+        if separate:
             return Inputs(T, self.stream)
         if T <= LONG_ROWS:
             self.long_inputs = self.long_inputs or Inputs(LONG_ROWS, self.stream)

@@ -320,9 +320,9 @@ def before_rope(x: Array) -> tuple[Array, np.ndarray]:
     return (heads.inputs[0], heads.parameters.rope) if heads else (x, NO_ROPE)
 
 
-def block_conv(context: Context, x: Array, own: Array, base: Array) -> Array:
+def block_conv(context: Context, x: Array, row_taps: Array, base: Array) -> Array:
     (T, C), n = x.shape, base.shape[0]
     out = Array((T, C), context.arena.take(T * C * 4))
-    args = view(x), view(own), base.address, C, n, own.shape[1] // n, out.address
+    args = view(x), view(row_taps), base.address, C, n, row_taps.shape[1] // n, out.address
     kernel("block_conv", "block_conv")((-(-C // 256), T), (256,), args, stream=context.stream)
     return out

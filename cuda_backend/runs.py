@@ -44,17 +44,17 @@ class Runs(tuple[Run, ...]):
         """Return the numbers of the runs, of which only the first three of each are not 0."""
         return array("i", [n for run in self for n in (*run, *[0] * (NUMBERS - len(run)))])
 
-    def numbers(self, of: "RunInputs", kind: int, branches: Sequence[int]) -> "array[int]":
+    def numbers(self, inputs: "RunInputs", kind: int, branches: Sequence[int]) -> "array[int]":
         """Return the runs as kernels read them, NUMBERS int32 each.
 
         kind      0: rows that follow their parents, 1: rows of a long step, 2: blocks
         branches  whether the rows of each run are a tree that branches; empty: none are
         """
         out = self._numbers[:]
-        out[3::NUMBERS] = array("i", of.pasts)
-        if of.paths:
-            lengths = [len(path) for path in of.paths]
-            out[4::NUMBERS], out[5::NUMBERS] = array("i", of.sources), array("i", of.targets)
+        out[3::NUMBERS] = array("i", inputs.pasts)
+        if inputs.paths:
+            lengths = [len(path) for path in inputs.paths]
+            out[4::NUMBERS], out[5::NUMBERS] = array("i", inputs.sources), array("i", inputs.targets)
             out[6::NUMBERS], out[7::NUMBERS] = array("i", accumulate([0, *lengths[:-1]])), array("i", lengths)
         if kind:
             out[8::NUMBERS] = array("i", [kind] * len(self))
@@ -69,7 +69,7 @@ class RunInputs(NamedTuple):
     pasts             committed positions
     sources, targets  recurrent states to read and to write, counted from slot 0's first; empty if there are none
     paths             rows of an earlier step that are still to be applied to the state; empty as well
-    kept              the store that holds the rows of the paths
+    path_store        number of the store that holds the rows of the paths
     """
 
     runs: Runs
@@ -77,7 +77,7 @@ class RunInputs(NamedTuple):
     sources: Sequence[int] = ()
     targets: Sequence[int] = ()
     paths: Sequence[Sequence[int]] = ()
-    kept: int = 0
+    path_store: int = 0
 
 
 def runs_of(step: Step) -> Runs:

@@ -21,7 +21,7 @@ from cuda_backend.caches.planes import PAGE, check_capacity
 from cuda_backend.caches.recurrent import Recurrent, recurrent_bytes
 from cuda_backend.caches.rows import PoolSlots
 from cuda_backend.launch import Stream
-from cuda_backend.memory import room
+from cuda_backend.memory import free_and_total
 from cuda_backend.replay import graphs
 from cuda_backend.runs import MAX_RUNS, RunInputs, Runs, run_of, runs_of
 from cuda_backend.state_table import store_of
@@ -252,7 +252,7 @@ class CudaState(State):
 
     @property
     def saving(self) -> tuple[int, int | None]:
-        return self.pool.copies.waiting_bytes, self.pool.copies.limit(room()[0])
+        return self.pool.copies.waiting_bytes, self.pool.copies.limit(free_and_total()[0])
 
     def when_saved(self, arrays: Sequence[np.ndarray] | None = None) -> Callable[[], object]:
         return self.pool.copies.completion(arrays)

@@ -113,7 +113,7 @@ class TensorParallelOps(SeveralGpus):
         least = min(self.gpus, key=free)
         return free(least), f"free memory of GPU {least.index}, which holds 1/{len(self.gpus)} of each layer"
 
-    def room(self, layers: int) -> list[tuple[int, Sequence[int]]]:
+    def free_by_device(self, layers: int) -> list[tuple[int, Sequence[int]]]:
         return [(free(gpu), range(layers)) for gpu in self.gpus]
 
     def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> MultiGpuPool:
@@ -123,7 +123,7 @@ class TensorParallelOps(SeveralGpus):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, kept: slice | None = None) -> Any:
+    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, needed: slice | None = None) -> Any:
         runs, count = state.runs(step), len(step)
         check(step, runs, state.pool.lengths, state.capacity)
         state.pool.note_runs(step, runs)
@@ -139,8 +139,8 @@ class TensorParallelOps(SeveralGpus):
         finally:
             self.steps = []
         if isinstance(out, tuple):
-            return tuple(self._kept(x, count) for x in out)
-        return self._kept(out if kept is None else out[kept], count)
+            return tuple(self._out_of_arena(x, count) for x in out)
+        return self._out_of_arena(out if needed is None else out[needed], count)
 
     def announce(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> None:
         """Tell ranks in other processes of a step, for which memory is held here, before its first launch."""
@@ -285,7 +285,7 @@ class TensorParallelOps(SeveralGpus):
             return tuple(self._per_rank(parts) for parts in zip(*outs, strict=True))
         return PerRank(self.gpus, outs) if isinstance(outs[0], Array) else outs[0]
 
-    def _kept(self, x: PerRank, count: int) -> PerRank:
+    def _out_of_arena(self, x: PerRank, count: int) -> PerRank:
         return PerRank(
             self.gpus, self._each(lambda rank: rows.out_of_arena(self.gpus[rank].context, x.parts[rank], count))
         )

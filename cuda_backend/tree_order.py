@@ -37,30 +37,30 @@ def depth_first(parents: Sequence[int]) -> tuple[list[int], list[int], list[int]
     moves_of = [number and number | SAVES for number in saved]  # the move of a node's next child that is not a leaf
     order: list[int] = []
     moves: list[int] = []
-    after: list[int] = []
-    left: list[tuple[int, int]] = []
-    row = at = PAST
+    predecessors: list[int] = []
+    unvisited: list[tuple[int, int]] = []
+    row = index = PAST
     while True:
         found = leaves[row + 1]
         order += reversed(found)
         moves += [LEAF] * len(found)
-        after += [at] * len(found)
-        left += [(child, at) for child in reversed(inner[row + 1])]
-        if not left:
-            return order, moves, after
-        row, before = left.pop()
-        node, at = parents[row] + 1, len(order)
+        predecessors += [index] * len(found)
+        unvisited += [(child, index) for child in reversed(inner[row + 1])]
+        if not unvisited:
+            return order, moves, predecessors
+        row, predecessor = unvisited.pop()
+        node, index = parents[row] + 1, len(order)
         order.append(row)
         moves.append(moves_of[node])
-        after.append(before)
+        predecessors.append(predecessor)
         moves_of[node] = saved[node]
 
 
-def lines(order: Sequence[int], after: Sequence[int]) -> list[tuple[int, ...]]:
+def lines(order: Sequence[int], predecessors: Sequence[int]) -> list[tuple[int, ...]]:
     """List for each row the row and BEFORE rows before it, newest first, modulo 256; 255: the newest committed row."""
     out: list[tuple[int, ...]] = []
-    for row, before in zip(order, after, strict=True):
-        out.append((row, *(out[before][:BEFORE] if before >= 0 else (255, 254, 253))))
+    for row, predecessor in zip(order, predecessors, strict=True):
+        out.append((row, *(out[predecessor][:BEFORE] if predecessor >= 0 else (255, 254, 253))))
     return out
 
 

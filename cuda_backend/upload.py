@@ -45,7 +45,7 @@ class Uploader:
         self.flags: Memory | None = None
         self.unchecked: list[Sequence[Tensor]] = []
 
-    def room(self, nbytes: int) -> int:
+    def scratch(self, nbytes: int) -> int:
         """Return device memory for the next copy of the stream: one buffer for all calls, grown if too small."""
         if nbytes > self.memory.nbytes:
             self.finish()

@@ -28,15 +28,16 @@ UPLOAD = 64 << 20  # bytes of a file that are copied and repacked at a time
 class Segment:
     """Rows of one stored type; `columns` x `rows` per expert.
 
-    places  of a stack, the address of each expert's matrix, on the device
-    moved   whether some experts are outside of `memory`: kernels find all of them by `places`
+    memory  of the device, or pinned memory of the host
+    places  of a stack of experts: addresses of their matrices, uint64 (experts,) on the device; None: one matrix
+    moved   whether some experts lie outside of `memory`; kernels then find each of them by `places`
     """
 
     type: str
     rows: int
     columns: int
     experts: int
-    memory: "Held"
+    memory: "AnyMemory"
     places: Memory | None = None
     moved: bool = False
 
@@ -78,7 +79,7 @@ class Weight:
         return self.segments[0].columns
 
 
-Held = Memory | HostMemory
+AnyMemory = Memory | HostMemory
 Stage = Callable[[Tensor, list[np.ndarray], slice], int]  # a slice of stored rows -> where they lie on the device
 
 
@@ -93,7 +94,7 @@ def load(
 
     def upload_rows(tensor: Tensor, stored: list[np.ndarray], rows: slice) -> int:
         blocks = [piece.reshape(-1, BLOCKS[tensor.type].bytes) for piece in _rows_of(stored, rows)]
-        address = uploader.room(sum(piece.nbytes for piece in blocks))
+        address = uploader.scratch(sum(piece.nbytes for piece in blocks))
         uploader.copy(address, blocks)
         return address
 

@@ -14,10 +14,10 @@ class Activity:
 
     running, waiting  replies that are generated, and that wait for a slot
     context_share     tokens that the running replies hold, divided by the capacity of all slots
-    prefix_bytes      of states that the prefix cache keeps in memory
-    prefix_budget     most of these bytes
+    prefix_bytes      bytes of the states that the prefix cache keeps in memory
+    prefix_budget     limit of prefix_bytes
     lengths           tokens of prompt and reply that each running reply holds
-    preemptions       times so far that a reply was suspended for others, to resume later
+    preemptions       number of times that a reply was suspended, so that others had memory
     """
 
     running: int
@@ -46,7 +46,7 @@ def activity_of(engine: Engine) -> Activity:
 
 
 def matched_tokens(engine: Engine, tokens: Sequence[int]) -> int:
-    """Count how many of `tokens` a slot, or a text in the prefix cache's memory, begins with; in the owner thread."""
+    """Count the first tokens that `tokens` share with a slot or a text in the prefix cache; in the owner thread."""
     prefixes = engine.prefixes
     kept = prefixes.matched(tokens) if isinstance(prefixes, PrefixCache) else 0
     return max([kept, *(common_length(slot.committed, tokens) for slot in engine.memory.slots)])

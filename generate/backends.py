@@ -14,7 +14,7 @@ from typing import Any
 from common.amounts import parse_size, shown_size
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
-from common.fit import predict_layers, predict_run, predict_weights
+from common.fit import Blueprint, predict_layers, predict_run, predict_weights
 from common.hot_experts import HotExperts
 from common.models import Model, OpenExperts, architecture, exceeds_float16, is_defined, load_model, rank_config
 from common.ops import Ops
@@ -174,7 +174,7 @@ def _fits_numpy(checkpoint: Checkpoint) -> bool:
     config = definition.read_config(checkpoint)
     layout, spec = definition.layout(config, checkpoint), definition.state_spec(config)
     tokens = min(CACHED, config.context)
-    run = predict_run(ops, config, layout, spec, tokens, ops.prefill_rows)
+    run = predict_run(ops, Blueprint(config, layout, spec), tokens, ops.prefill_rows)
     try:
         weights = predict_weights(checkpoint, layout, ops)
     except BimetalError:  # damaged on every backend: loading reports it

@@ -144,7 +144,7 @@ def read_prompts(file: str, max_prompts: int) -> list[str]:
 
 
 def generation_options(speculation: Speculation, new_tokens: int, **sampling: Any) -> GenerationOptions:
-    """Decoding of `new_tokens` tokens in a speculative mode; greedy where no other sampling is given."""
+    """Return options that decode `new_tokens` tokens in a speculative mode, greedy unless `sampling` says otherwise."""
     tree = "tree" in speculation.kind
     window: dict[str, Any] = {}
     if speculation.kind == "wedlm":
@@ -169,7 +169,9 @@ def measure(
     new_tokens: int,
     **sampling: Any,
 ) -> dict[str, Result]:
-    """Every way over every prompt, taken in turn so that a busy machine is busy for all; the first prompt warms up.
+    """Measure every way of decoding over every prompt. The first prompt warms up.
+
+    A prompt is decoded in all ways before the next one, so that other load of the machine affects all ways alike.
 
     The first way decodes plainly. With a temperature, the seed of a prompt is its number.
 
@@ -263,13 +265,13 @@ def table(results: dict[str, Result]) -> None:
             print(f"{way:18} " + (" ".join(f"{share:4.0%}" for share in r.accepted.by_position) or "none"))
 
 
-def _windows(of: dict[str, WedlmStats]) -> None:
+def _windows(stats: dict[str, WedlmStats]) -> None:
     """Tabulate what forwards of a WeDLM model cost, in rows and by phase."""
-    if not of:
+    if not stats:
         return
     phases = " ".join(f"{phase:>8}" for phase in WEDLM_PHASES)
     print(f"{'windows':18} {'rows/token':>11} {'p_cache':>8} {phases} ms/forward")
-    for way, w in of.items():
+    for way, w in stats.items():
         times = " ".join(f"{1e3 * w.seconds[phase] / w.forwards:8.2f}" for phase in WEDLM_PHASES)
         print(f"{way:18} {w.rows_per_token:11.2f} {w.cache_share:8.2f} {times}")
 

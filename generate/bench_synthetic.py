@@ -141,15 +141,14 @@ def open_synthetic(options: SyntheticBench | SyntheticSpecBench | SyntheticWindo
     with announced(f"making {options.synthetic}, {needed / 1e9:.1f} GB"):
         model = with_cache(synthetic(options.synthetic, ops, progress=True), options.cache, tokens)
     if ops.reserves and not ops.expert_vram:
-        ops.prefill_rows = fit.rows_that_fit(ops, config, model.layout, model.state_spec, tokens)
+        ops.prefill_rows = fit.rows_that_fit(ops, model.blueprint, tokens)
     return model
 
 
 def _predicted(name: str, model: Model, tokens: int) -> int:
     """Predict the bytes of weights, of a state of `tokens` tokens and of its steps, as `fit` does."""
     weights = fit.predict_weights(synthetic_checkpoint(name), model.layout, model.ops)
-    sizes = model.config, model.layout, model.state_spec, tokens, model.ops.prefill_rows
-    return weights + sum(fit.predict_run(model.ops, *sizes))
+    return weights + sum(fit.predict_run(model.ops, model.blueprint, tokens, model.ops.prefill_rows))
 
 
 def read_prompt(model: Model, state: State, tokens: int) -> float:

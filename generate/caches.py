@@ -7,13 +7,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 from common.errors import BimetalError, UsageError
-from common.fit import what_fits
+from common.fit import Blueprint, what_fits
 from common.kv_cache import LADDER, CacheOptions, check_pairs, is_auto, options_of, packed
 from common.models import Model
 from common.ops import Ops
 from common.options import CacheChoice
 from common.storage import LayerSpec
-from common.weights import Layout
 
 
 def cache_of(args: argparse.Namespace) -> CacheChoice:
@@ -36,29 +35,23 @@ def cached_spec(spec: Sequence[LayerSpec], choice: CacheChoice, ops: Ops) -> lis
 
 
 def automatic(
-    choice: CacheChoice,
-    ops: Ops,
-    config: Any,
-    layout: Layout,
-    spec: Sequence[LayerSpec],
-    tokens: int,
-    free: int | None = None,
+    choice: CacheChoice, ops: Ops, blueprint: Blueprint, tokens: int, free: int | None = None
 ) -> CacheOptions:
     """Choose the first pair of LADDER with which `tokens` tokens fit, else the narrowest that the backend supports.
 
-    spec  without formats
-    free  bytes beside the weights; None: what is free now, when they are loaded
+    blueprint  of the model with a KV cache in the backend's own type
+    free       bytes beside the weights; None: what is free now, with the weights loaded
     """
     narrowest = CacheOptions()
     for pair in LADDER:
         candidate = options_of(choice, pair)
         try:
-            chosen = packed(spec, candidate)
+            chosen = packed(blueprint.spec, candidate)
             check_pairs(chosen, ops.name, ops.cache_pairs)
         except BimetalError:
             continue  # no kernel, or heads that the format cannot store
         narrowest = candidate
-        if what_fits(ops, config, layout, chosen, free=free)(tokens, ops.prefill_rows):
+        if what_fits(ops, blueprint._replace(spec=chosen), free=free)(tokens, ops.prefill_rows):
             break
     return narrowest
 
@@ -77,8 +70,8 @@ def with_cache(model: Any, choice: CacheChoice, tokens: int) -> Any:
             raise UsageError("the KV cache of a model run by mlx-lm is in its own float type; leave out cache types")
         return model
     if by_memory:
-        spec = model.definition.state_spec(model.config)
-        options = automatic(choice, model.ops, model.config, model.layout, spec, tokens)
+        blueprint = Blueprint(model.config, model.layout, model.definition.state_spec(model.config))
+        options = automatic(choice, model.ops, blueprint, tokens)
         print(chosen_by_memory(options, tokens, *model.ops.free_bytes()), file=sys.stderr)
     chosen = replace(model, cache=options)
     _ = chosen.state_spec  # refuses formats that the backend lacks

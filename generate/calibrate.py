@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if getattr(config, "mask_id", None) is None:
         raise UsageError(f"{path.name} has no windows to calibrate: {name} has no mask token")
     if not args.dry_run:
-        check_output(wedlm_calibration.place(checkpoint.path), [Path(args.text)])
+        check_output(wedlm_calibration.calibration_path(checkpoint.path), [Path(args.text)])
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
     prompts = _prompts(args, tokenizer)
     longest = max(map(len, prompts)) + args.new_tokens

@@ -17,7 +17,7 @@ from common.checkpoint import INDEX, Checkpoint, open_checkpoint
 from common.errors import BimetalError, UsageError
 from common.expert_budget import expert_budget
 from common.expert_files import expert_matrices
-from common.fit import Need, most_tokens, predict_need, predict_weights
+from common.fit import Blueprint, Need, most_tokens, predict_need, predict_weights
 from common.hub_answers import Listing
 from common.hub_files import choose_files, quant_label
 from common.hub_headers import fetch_headers
@@ -195,7 +195,7 @@ def _candidate(label: str, checkpoint: Checkpoint, ops: Ops, cache: CacheChoice,
     def formats(tokens: int, limit: int) -> CacheOptions:
         if not by_memory:
             return options_of(cache)
-        return automatic(cache, ops, config, layout, stored_spec, tokens, limit - weights)
+        return automatic(cache, ops, Blueprint(config, layout, stored_spec), tokens, limit - weights)
 
     @functools.cache
     def drafted(options: CacheOptions) -> tuple[int, list[LayerSpec]]:
@@ -206,16 +206,15 @@ def _candidate(label: str, checkpoint: Checkpoint, ops: Ops, cache: CacheChoice,
     def need(tokens: int, limit: int) -> Need:
         options = formats(tokens, limit)
         drafting, draft_spec = drafted(options)
-        spec = packed(stored_spec, options)
+        blueprint = Blueprint(config, layout, packed(stored_spec, options))
         draft = drafting + ops.held_pool_bytes(draft_spec, parallel, tokens, tokens, ops.prefill_rows)
-        alone = predict_need(ops, config, layout, spec, tokens, weights, limit - draft, parallel)
+        alone = predict_need(ops, blueprint, tokens, weights, limit - draft, parallel)
         return replace(alone, draft=draft)
 
     def streamed(tokens: int, memory: int) -> str:
+        budget = hot_budget if ops.name == "cuda" else expert_budget
         try:
-            if ops.name == "cuda":
-                return str(hot_budget(checkpoint, layout, config, ops, spec, tokens, memory=memory))
-            return str(expert_budget(checkpoint, layout, config, ops, spec, tokens, memory=memory))
+            return str(budget(checkpoint, ops, Blueprint(config, layout, spec), tokens, memory=memory))
         except BimetalError as error:
             return str(error)
 

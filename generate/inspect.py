@@ -11,7 +11,7 @@ from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
 from common.expert_budget import expert_budget
 from common.expert_files import expert_forms, expert_matrices
-from common.fit import predict_weights
+from common.fit import Blueprint, predict_weights
 from common.hub import resolve_model
 from common.kv_cache import CacheOptions, check_pairs, described, is_auto, packed
 from common.kv_formats import FORMATS
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if is_auto(cache):
         free, what = ops.free_bytes()
         left = free - predict_weights(checkpoint, layout, ops)
-        options = automatic(cache, ops, config, layout, spec, config.context, left)
+        options = automatic(cache, ops, Blueprint(config, layout, spec), config.context, left)
         held, chosen = packed(spec, options), chosen_by_memory(options, config.context, left, what)
     print(f"{checkpoint.path}\n{name}, {checkpoint.format}")
     _shapes(config)
@@ -176,15 +176,15 @@ def _experts(checkpoint: Checkpoint, layout: Layout, config: Any, ops: Ops) -> N
         f"\nexperts: {count} in each of {len(forms)} layers, {used} per token, at most {largest} bytes each as stored"
     )
     print(f"  a token reads {token} bytes where none is in memory")
+    blueprint = Blueprint(config, layout, architecture(checkpoint)[1].state_spec(config))
     if ops.name == "cuda":
-        spec = architecture(checkpoint)[1].state_spec(config)
         try:
-            print(f"  --spark here: {hot_budget(checkpoint, layout, config, ops, spec)}")
+            print(f"  --spark here: {hot_budget(checkpoint, ops, blueprint)}")
         except BimetalError as error:
             print(f"  --spark here: {error}")
         return
     try:
-        budget = expert_budget(checkpoint, layout, config, ops, architecture(checkpoint)[1].state_spec(config))
+        budget = expert_budget(checkpoint, ops, blueprint)
         print(f"  --stream-experts here: {str(budget).removeprefix('experts: ')}")
     except BimetalError as error:
         print(f"  --stream-experts here: {error}")

@@ -78,16 +78,15 @@ def make_room(model: Model, options: LoadOptions) -> Room:
     if pooled > 1:
         ops.prefill_rows = min(ops.prefill_rows, SHARED_PREFILL_ROWS)
     if ops.reserves and not ops.expert_vram:  # whose budget was computed for the preferred rows
-        sizes = model.config, *model.memory_layout
-        ops.prefill_rows = rows_that_fit(ops, *sizes, context, pooled)
+        ops.prefill_rows = rows_that_fit(ops, model.blueprint, context, pooled)
     if not options.ctx and options.max_kv_size is None and ops.reserves:
-        context = context_that_fits(ops, model.config, *model.memory_layout, pooled)
+        context = context_that_fits(ops, model.blueprint, pooled)
         if context < trained:
             kept = f"{context} of {trained} tokens"
             print(f"the context is {kept}: no more fit into the {ops.free_bytes()[1]}", file=sys.stderr)
     tokens = None
     if ops.reserves and pooled > 1 and options.parallel:
-        tokens = shared_that_fits(ops, model.config, model.layout, model.state_spec, context, pooled)
+        tokens = shared_that_fits(ops, model.blueprint, context, pooled)
     elif ops.reserves and pooled > 1:
         tokens = context
     return Room(context, parallel, tokens)
@@ -101,5 +100,5 @@ def _usual_parallel(model: Model, options: LoadOptions) -> int:
     if options.max_kv_size is not None or ops.expert_vram:
         return 1
     tokens = options.ctx or min(LEAST_CONTEXT, model.config.context)
-    fits = what_fits(ops, model.config, model.layout, model.state_spec, RESERVED)
+    fits = what_fits(ops, model.blueprint, RESERVED)
     return RESERVED if fits(tokens, ops.prefill_rows) else 1

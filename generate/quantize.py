@@ -116,15 +116,15 @@ def _report(job: Job, out: Path, outputs: Sequence[Output]) -> None:
     rows: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for output in outputs:
         stored = str(output.format) if output.format else output.type
-        row = rows[output.kind or "the rest", stored, output.why]
+        row = rows[output.kind or "the rest", stored, output.reason]
         values = 1
         for n in output.shape:
             values *= n
         for i, more in enumerate((1, values, sum(parts_of(output)))):
             row[i] += more
     width = max(len(kind) for kind, _, _ in rows)
-    for (kind, stored, why), (count, values, nbytes) in rows.items():
-        note = f"  ({why})" if why else ""
+    for (kind, stored, reason), (count, values, nbytes) in rows.items():
+        note = f"  ({reason})" if reason else ""
         print(f"{kind:{width}} {count:5} {nbytes / 2**20:10.1f} MiB {8 * nbytes / values:7.3f} bits  {stored}{note}")
     total = sum(nbytes for _, _, nbytes in rows.values())
     source = sum(tensor.nbytes for tensor in job.checkpoint.tensors.values())

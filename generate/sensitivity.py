@@ -79,8 +79,8 @@ def _costs(args: argparse.Namespace, job: Job, windows: np.ndarray, reference: P
         kinds[weight.kind].append(weight)
     with tqdm(total=len(kinds) + 1, desc="measuring", unit="kind", leave=False, disable=None) as bar:
 
-        def cost(name: str, weights: Sequence[Weight], how: Job) -> Cost | None:
-            made = _cost(args, how, name, weights, windows, reference)
+        def cost(name: str, weights: Sequence[Weight], quantization: Job) -> Cost | None:
+            made = _cost(args, quantization, name, weights, windows, reference)
             bar.update()
             return made
 
@@ -94,7 +94,9 @@ def _check_changes(job: Job) -> None:
     weights, alone = list(job.weights.values()), _alone(job)
     if not _changed(alone, weights) and not _changed(job, weights):
         name, kept = job.checkpoint.path.name, choose(weights[0], alone.recipe, job.requantize, is_gguf=True)
-        raise UsageError(f"no matrix of {name} would change, since {weights[0].kind} {kept.why}; choose another format")
+        raise UsageError(
+            f"no matrix of {name} would change, since {weights[0].kind} {kept.reason}; choose another format"
+        )
 
 
 def _alone(job: Job) -> Job:

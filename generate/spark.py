@@ -1,20 +1,17 @@
 """The option --spark: hot experts in a GPU's memory, cold ones in host memory."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
 from common.expert_profile import open_profile
-from common.fit import SPARE, predict_run, predict_stacks, predict_weights
+from common.fit import SPARE, Blueprint, predict_run, predict_stacks, predict_weights
 from common.hot_experts import HotExperts, HotSizes, check_hot, hot_sizes
 from common.models import architecture, is_defined
 from common.ops import Ops
 from common.options import LoadOptions
-from common.storage import LayerSpec
-from common.weights import Layout
 from generate.backends import ONE_GPU, Placement, choose, open_backend
 from generate.caches import cached_spec
 
@@ -46,40 +43,40 @@ class HotBudget:
 
 def hot_budget(
     checkpoint: Checkpoint,
-    layout: Layout,
-    config: Any,
     ops: Ops,
-    spec: Sequence[LayerSpec],
+    blueprint: Blueprint,
     tokens: int | None = None,
-    asked: int | None = None,
+    vram: int | None = None,
     memory: int | None = None,
 ) -> HotBudget:
-    """Divide a GPU's memory: `asked` bytes for experts, or the rest of `memory`.
+    """Divide a GPU's memory between hot experts, other weights, states and work.
 
     tokens  of the context; None: 32768, or what the model was trained for
-    memory  None: what is free
+    vram    bytes for experts; None: what is left of `memory`
+    memory  bytes for everything; None: what is free
 
     Raises BimetalError for a model without experts, and if too few or all experts fit.
     """
+    config, layout, _ = blueprint
     stacks = predict_stacks(checkpoint, layout, ops)
     if not any(stacks):
         raise BimetalError(f"{checkpoint.path} has no experts, so spark has no effect; leave it out")
     sizes = hot_sizes(stacks, config.experts.count)
     fixed = predict_weights(checkpoint, layout, ops) - sum(map(sum, stacks))
-    run = sum(predict_run(ops, config, layout, spec, tokens or min(CONTEXT, config.context), ops.prefill_rows))
+    run = sum(predict_run(ops, blueprint, tokens or min(CONTEXT, config.context), ops.prefill_rows))
     free = int((1 - SPARE) * (ops.free_bytes()[0] if memory is None else memory))
-    if asked is None and free - fixed - run < sizes.min_budget:
+    if vram is None and free - fixed - run < sizes.min_budget:
         raise BimetalError(
             f"{free / 1e9:.2f} GB of VRAM leave {max(0, free - fixed - run) / 1e9:.2f} GB for experts, and the "
             f"least is {sizes.min_budget / 1e9:.2f} GB: one layer's {sizes.experts} experts of each size, and as much "
             "for prefill"
         )
-    if asked is None and free - fixed - run >= sizes.max_budget:
+    if vram is None and free - fixed - run >= sizes.max_budget:
         raise BimetalError(
             f"all experts, {sizes.max_budget / 1e9:.2f} GB, fit beside everything else, so spark has no effect; "
             "leave it out"
         )
-    experts = asked or free - fixed - run
+    experts = vram or free - fixed - run
     check_hot(experts, sizes)
     return HotBudget(experts, sizes, fixed, run)
 
@@ -98,8 +95,8 @@ def hot_experts(options: LoadOptions, checkpoint: Checkpoint, placement: Placeme
     definition = architecture(checkpoint)[1]
     config, ops = definition.read_config(checkpoint), open_backend(backend, checkpoint, placement)
     layout, spec = definition.layout(config, checkpoint), cached_spec(definition.state_spec(config), options, ops)
-    asked: Any = options.expert_vram  # the option's rule has made it bytes
-    budget = hot_budget(checkpoint, layout, config, ops, spec, options.ctx, asked)
+    vram: Any = options.expert_vram  # the option's rule has made it bytes
+    budget = hot_budget(checkpoint, ops, Blueprint(config, layout, spec), options.ctx, vram)
     profile = open_profile(options.expert_profile, budget.sizes.sizes, budget.sizes.experts)
     print(budget, file=sys.stderr)
     return HotExperts(budget.experts, config.experts.top_k, profile)

@@ -1,7 +1,7 @@
 """The option --stream-experts: experts that are read while a model runs."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ from common.expert_pack import pack_source
 from common.expert_profile import Profile, open_profile, write_profile
 from common.expert_stream import ExpertStream, open_stream
 from common.experts import ExpertSupply
+from common.fit import Blueprint
 from common.models import OpenExperts, architecture
 from common.ops import Ops
 from common.options import ExpertChoice, LoadOptions
-from common.storage import LayerSpec
 from common.weights import Layout
 from generate.caches import cached_spec
 
@@ -28,9 +28,9 @@ def opener(options: LoadOptions) -> Callable[[Ops], OpenExperts] | None:
 
 
 def _open(checkpoint: Checkpoint, layout: Layout, config: Any, ops: Ops, options: LoadOptions) -> ExpertStream:
-    spec: Sequence[LayerSpec] = cached_spec(architecture(checkpoint)[1].state_spec(config), options, ops)
+    spec = cached_spec(architecture(checkpoint)[1].state_spec(config), options, ops)
     asked = {"cache": options.expert_cache, "memory": options.memory}
-    budget = expert_budget(checkpoint, layout, config, ops, spec, options.ctx, **asked)  # type: ignore[arg-type]
+    budget = expert_budget(checkpoint, ops, Blueprint(config, layout, spec), options.ctx, **asked)  # type: ignore[arg-type]
     source = expert_source(checkpoint, layout, options)
     layers, used = len(layout.layers), config.experts.top_k
     sizes = [int(layer in source.forms) for layer in range(layers)]

@@ -114,10 +114,10 @@ def _attend_exactly(
     causal: bool,
 ) -> mx.array:
     """Compute attention over codes and exact rows; exact rows are additional keys of the same product."""
-    parts, seen = kv.hold(step, k, v, q), []
+    parts, seen = kv.append(step, k, v, q), []
     for part in parts:
-        exact = exact_rows(step, part.places, kv.spec.packing)
-        seen.append(seen_rows(step, part.places, window, kv.sinks, causal) & (exact if part.exact else ~exact))
+        exact = exact_rows(step, part.positions, kv.spec.packing)
+        seen.append(seen_rows(step, part.positions, window, kv.sinks, causal) & (exact if part.exact else ~exact))
     keys, values = (mx.concatenate(list(rows), axis=2) for rows in zip(*(part.rows for part in parts), strict=True))
     return _attend(q, keys, values, scale, mx.array(np.concatenate(seen, axis=1)))
 

@@ -47,14 +47,14 @@ class GroupOps(MlxOps):
         mirror = self._leader.new_state(capacity)
         return SharedState([*map(vars, state.layers), {"mirror": mirror}], capacity)
 
-    def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
+    def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, needed: slice | None = None) -> Array:
         """Run fn(state, step); `fn` is a partial of a method of the model, of integers and of its output's `rows`."""
         assert isinstance(fn, partial)
         if self.group.rank == 0:
             self._order(fn, state, step)
             with self.group.whole_step():
-                return self.finished(super().run(fn, state, step, kept))
-        return self.finished(super().run(fn, state, step, kept))
+                return self.finished(super().run(fn, state, step, needed))
+        return self.finished(super().run(fn, state, step, needed))
 
     def finished(self, out: Array) -> Array:
         """Return the output of a step's method, once the ranks need no further exchange for it."""

@@ -119,8 +119,8 @@ def _inverse(d: mx.array) -> mx.array:
 # -- ggml's blocks of 32 ----------------------------------------------------------------------------------------------
 
 
-def _codes(x: mx.array, most: int) -> mx.array:
-    return mx.minimum(mx.nan_to_num(x, nan=0.0, posinf=float(most)), most).astype(mx.uint8)
+def _codes(x: mx.array, largest: int) -> mx.array:
+    return mx.minimum(mx.nan_to_num(x, nan=0.0, posinf=float(largest)), largest).astype(mx.uint8)
 
 
 def _nibbles(codes: mx.array) -> mx.array:

@@ -189,7 +189,7 @@ class MlxOps(Ops):
     def write_kv(self, k: Array, v: Array, kv: MlxRows | MlxPacked, step: Step) -> None:
         rows = attending.by_heads(k, v)
         if isinstance(kv, MlxPacked):
-            kv.hold(step, *rows)
+            kv.append(step, *rows)
         else:
             kv.write(*rows)
 
@@ -223,8 +223,8 @@ class MlxOps(Ops):
         last.stream = mx.concatenate([last.tail, x.astype(last.tail.dtype)], axis=0)
         return last.stream[:-1] if step.is_chain else last.stream[mx.array(1 + step.order())]
 
-    def block_conv(self, x: Array, own: Array, base: Array) -> Array:
-        return recurrent.block_conv(x, own, base)
+    def block_conv(self, x: Array, row_taps: Array, base: Array) -> Array:
+        return recurrent.block_conv(x, row_taps, base)
 
     def gated_delta(
         self, q: Array, k: Array, v: Array, a: Array, b: Array, w: GateWeights, delta: MlxDelta, step: Step

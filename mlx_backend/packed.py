@@ -13,11 +13,16 @@ from mlx_backend.rows import MlxRows
 from mlx_backend.saved import from_host, to_host
 
 
-class Held(NamedTuple):
-    """Rows that a step may attend to: committed ones at `places`, then the step's: keys and values (1, K, n + T, D)."""
+class VisibleRows(NamedTuple):
+    """Rows that a step may attend to: committed ones, then the step's.
+
+    rows       keys and values (1, K, n + T, D)
+    positions  (n,) of the committed rows
+    exact      whether these are exact copies of rows, or else what their codes decode to
+    """
 
     rows: list[mx.array]
-    places: np.ndarray
+    positions: np.ndarray
     exact: bool
 
 
@@ -68,7 +73,7 @@ class MlxPacked:
     def past(self) -> int:
         return self.codes.past
 
-    def hold(self, step: Step, k: mx.array, v: mx.array, q: mx.array | None = None) -> list[Held]:
+    def append(self, step: Step, k: mx.array, v: mx.array, q: mx.array | None = None) -> list[VisibleRows]:
         """Append the step's rows, (1, K, T, D), to the past; returns the decoded rows that the step may attend to.
 
         q  (T, H, D): the step's queries; None: the rows have none
@@ -88,7 +93,7 @@ class MlxPacked:
         late = np.arange(past - (exact[0].shape[2] - T - early), past)
         places = np.concatenate([np.arange(early), late])
         exact[0] = exact[0][:, : k.shape[1]]
-        return [Held(codes, np.arange(first, past), False), Held(exact, places, True)]
+        return [VisibleRows(codes, np.arange(first, past), False), VisibleRows(exact, places, True)]
 
     def parts(self, step: Step, rows: tuple[mx.array, mx.array, mx.array], scale: float) -> list[CachePart]:
         """Append the step's rows to the past; returns the parts that kv_attention reads.

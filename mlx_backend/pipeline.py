@@ -61,12 +61,12 @@ class PipelineOps(GroupOps):
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
+    def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, needed: slice | None = None) -> Array:
         """Run a step as GroupOps.run; a follower returns nothing, because its part of the step ends before the head."""
         assert isinstance(fn, partial)
         self._rows = len(range(len(step))[fn.keywords["rows"]])
         try:
-            return super().run(fn, state, step, kept)
+            return super().run(fn, state, step, needed)
         except PassedOnError:
             return mx.zeros((0,))
 

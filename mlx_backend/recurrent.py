@@ -132,10 +132,10 @@ def short_conv(stream: mx.array, taps: mx.array, step: Step) -> mx.array:
     return out * mx.sigmoid(out)
 
 
-def block_conv(x: mx.array, own: mx.array, base: mx.array) -> mx.array:
-    """Compute `NumpyOps.block_conv`: x (T, C), own (T, n * G), base (n, C) -> (T, C)."""
+def block_conv(x: mx.array, row_taps: mx.array, base: mx.array) -> mx.array:
+    """Compute `NumpyOps.block_conv`: x (T, C), row_taps (T, n * G), base (n, C) -> (T, C)."""
     (T, C), n = x.shape, len(base)
-    taps = mx.repeat(own.reshape(T, n, -1), C * n // own.shape[1], axis=2) + base.astype(x.dtype)
+    taps = mx.repeat(row_taps.reshape(T, n, -1), C * n // row_taps.shape[1], axis=2) + base.astype(x.dtype)
     before = mx.concatenate([mx.zeros((n - 1, C), x.dtype), x])
     return sum((taps[:, i] * before[n - 1 - i : n - 1 - i + T] for i in range(1, n)), taps[:, 0] * x)
 

@@ -55,7 +55,7 @@ class Fake(State):
 
 
 def reading_of(tokens, **marks):
-    return Reading(max(len(tokens), 1), 512, {at: why for why, at in marks.items()})
+    return Reading(max(len(tokens), 1), 512, {at: reason for reason, at in marks.items()})
 
 
 @cache
@@ -87,8 +87,8 @@ def restored(cache, points, tokens, **marks):
     return found
 
 
-def offer(cache, points, tokens, why="turn", **marks):
-    cache.offer(tokens, Fake(points, tokens, reading_of(tokens, **marks)), why)
+def offer(cache, points, tokens, reason="turn", **marks):
+    cache.offer(tokens, Fake(points, tokens, reading_of(tokens, **marks)), reason)
     check(cache)
 
 

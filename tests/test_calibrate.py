@@ -121,7 +121,7 @@ def test_the_command(model, prompts, capsys):
     command = ["calibrate", str(model), "--text", str(prompts), "--backend", "numpy", *ENOUGH, "--loss", "0.2"]
     assert main([*command, "--dry-run"]) == 0
     assert "would keep" in capsys.readouterr().out
-    assert not wedlm_calibration.place(model).exists()
+    assert not wedlm_calibration.calibration_path(model).exists()
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "4 prompts" in out
@@ -195,7 +195,7 @@ def test_a_calibrated_window_confirms_with_greedy_decoding_alone(model):
 
 
 def test_a_folder_keeps_it_inside_and_quantizing_leaves_it_behind(tmp_path):
-    assert wedlm_calibration.place(tmp_path) == tmp_path / "wedlm.json"
+    assert wedlm_calibration.calibration_path(tmp_path) == tmp_path / "wedlm.json"
     assert wedlm_calibration.window_beside(tmp_path) == PRESETS["balanced"]
     found = wedlm_calibration.Calibration(WedlmOptions(5, 0.3, 0.04), 0.99, 4.5, "a.txt")
     assert wedlm_calibration.read(wedlm_calibration.write(tmp_path, found).parent) == found
@@ -261,7 +261,7 @@ def test_refusals(flags, code, message, model, prompts, tmp_path, capsys, monkey
     flags = [str(names.get(flag, flag)) for flag in flags]
     assert main(["calibrate", str(model), "--backend", "numpy", *flags]) == code
     assert message in capsys.readouterr().err
-    assert not wedlm_calibration.place(model).exists()
+    assert not wedlm_calibration.calibration_path(model).exists()
 
 
 def test_a_folder_that_cannot_be_written_is_refused_first(model, prompts, capsys, monkeypatch):
@@ -273,7 +273,7 @@ def test_a_folder_that_cannot_be_written_is_refused_first(model, prompts, capsys
     monkeypatch.setattr("common.files.TemporaryFile", read_only)
     monkeypatch.setattr("generate.calibrate.open_model", lambda *_, **__: pytest.fail("a model was loaded"))
     assert main(["calibrate", str(model), "--text", str(prompts), "--backend", "numpy"]) == 1
-    assert capsys.readouterr().err == f"error: {wedlm_calibration.place(model)}: Read-only file system\n"
+    assert capsys.readouterr().err == f"error: {wedlm_calibration.calibration_path(model)}: Read-only file system\n"
 
 
 def test_a_model_without_a_mask(tmp_path, prompts, capsys):

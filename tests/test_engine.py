@@ -899,7 +899,7 @@ def test_forgetting_slots_at_the_end_of_a_reply_leaves_its_state_whole():
     offered: list[list[int]] = []
     store = SimpleNamespace(
         restore=lambda *of: SimpleNamespace(length=0, matched=0, branch=0),
-        offer=lambda tokens, state, why="turn": offered.append(list(tokens)),
+        offer=lambda tokens, state, reason="turn": offered.append(list(tokens)),
     )
     engine = Engine(tiny.load("llama", NumpyOps()), Ids(), CONTEXT, parallel=2, prefixes=store)
     reply = Reply()

@@ -19,6 +19,7 @@ from common.expert_budget import RESERVE, expert_budget
 from common.expert_pack import ALIGNMENT, pack_source, write_pack
 from common.expert_profile import read_profile
 from common.expert_stream import ExpertStream
+from common.fit import Blueprint
 from common.models import architecture
 from common.options import LoadOptions
 from common.reference import NumpyOps
@@ -208,7 +209,7 @@ def test_a_model_without_experts_is_refused(capsys, tmp_path):
 def test_memory_bounds_the_experts(folder):
     """One rule: memory less other weights, states and a reserve; at most the cache that is asked for."""
     checkpoint, layout, config, definition = layout_of(folder)
-    ask = checkpoint, layout, config, NumpyOps(), definition.state_spec(config), 512
+    ask = checkpoint, NumpyOps(), Blueprint(config, layout, definition.state_spec(config)), 512
     whole = expert_budget(*ask, memory=100 * 10**9)
     assert whole.experts == whole.total == 5 * 8 * whole.layer_bytes // 8
     assert expert_budget(*ask, cache=60_000).experts == 60_000

@@ -20,7 +20,7 @@ from common.amounts import parse_size, shown_size
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.demo import demo_path
 from common.errors import UsageError
-from common.fit import predict_run, predict_weights
+from common.fit import Blueprint, predict_run, predict_weights
 from common.kv_cache import CacheOptions
 from common.models import architecture, load_model
 from common.models.drafts import load_pair, predict_draft
@@ -115,8 +115,7 @@ def test_states_to_the_byte(ops, name, tokens, rows):
         count = min(rows, tokens - start)
         model.forward(state, Step.chain(np.zeros(count, np.int32), start), slice(0, 0))
         state.commit(np.arange(count))
-    spec = model.definition.state_spec(model.config)
-    kv, fixed, work = predict_run(ops, model.config, model.layout, spec, tokens, rows)
+    kv, fixed, work = predict_run(ops, model.blueprint, tokens, rows)
     assert kv + fixed == state.nbytes
     assert (fixed > 0) == (name == "qwen35")
     assert work > 0
@@ -140,8 +139,7 @@ def test_a_draft_to_the_byte(ops, cache, monkeypatch):
 def test_a_longer_context_never_takes_less(ops):
     for name in tiny.MODELS:
         model = tiny.load(name, ops)
-        spec = model.definition.state_spec(model.config)
-        totals = [sum(predict_run(ops, model.config, model.layout, spec, n, 64)) for n in (1, 63, 64, 65, 640, 5000)]
+        totals = [sum(predict_run(ops, model.blueprint, n, 64)) for n in (1, 63, 64, 65, 640, 5000)]
         assert totals == sorted(totals)
 
 
@@ -262,7 +260,8 @@ def measure(name: str, tokens: int, rows: int) -> None:
     definition = architecture(checkpoint)[1]
     config = definition.read_config(checkpoint)
     layout, spec = definition.layout(config, checkpoint), definition.state_spec(config)
-    predicted = predict_weights(checkpoint, layout, ops) + sum(predict_run(ops, config, layout, spec, tokens, rows))
+    blueprint = Blueprint(config, layout, spec)
+    predicted = predict_weights(checkpoint, layout, ops) + sum(predict_run(ops, blueprint, tokens, rows))
     model = load_model(checkpoint, ops)
     tracemalloc.start()
     state = model.new_state(tokens)

@@ -147,10 +147,10 @@ def test_less_is_kept_while_earlier_states_are_saved(points, waiting, most, kept
     """System prompts always; a point of the grid only if it leaves room for the end of the turn."""
     tokens = text(200)
     monkeypatch.setattr(Fake, "saving", (waiting, most))
-    for why in ("grid", "turn", "branch", "system"):
+    for reason in ("grid", "turn", "branch", "system"):
         cache = PrefixCache(b"", 10**9)
-        offer(cache, points, tokens, why=why)
-        assert restored(cache, points, [*tokens, 5], turn=200).length == (200 if why in kept else 0)
+        offer(cache, points, tokens, reason=reason)
+        assert restored(cache, points, [*tokens, 5], turn=200).length == (200 if reason in kept else 0)
 
 
 def test_a_hit_waits_for_its_own_arrays_alone(cache, points, monkeypatch):

@@ -103,7 +103,7 @@ def test_how_much_of_a_longer_state_serves(end, other, marks, replies, same, sho
 def test_where_states_are_kept():
     reading = Reading(3 * GRID_POINTS + 7, 512, {40: "system", 3 * GRID_POINTS: "turn", 0: "turn"})
     kept = {40: "system", GRID_POINTS: "grid", 2 * GRID_POINTS: "grid", 3 * GRID_POINTS: "turn"}
-    assert reading.kept() == kept
+    assert reading.kept_cuts() == kept
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_each_turn_reads_what_the_one_before_it_kept(tokenizer, template, system
         reading = Reading(end, 512, marks, turns.replies)
         if before:
             tokens, earlier = before
-            kept = max(at for at, why in earlier.kept().items() if why == "turn")
+            kept = max(at for at, why in earlier.kept_cuts().items() if why == "turn")
             assert prompt.tokens[:kept] == tokens[:kept]
             assert reading.continues_from(kept, [step for step in earlier.long_steps if step[1] <= kept])
             same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, prompt.tokens, strict=False)))

@@ -31,30 +31,30 @@ def target_of(model: Model) -> Model:
 def plain(
     run: DecoderRun,
     logits: Array,
-    ask: Callable[[], int] | None = None,
-    note: Callable[[], None] | None = None,
+    next_steps: Callable[[], int] | None = None,
+    on_stretch_read: Callable[[], None] | None = None,
     read: list[int] | None = None,
     token: Any = None,
 ) -> Generator[Request, Any, None]:
     """Emit a token per step until the state is full or the driver stops.
 
     If the backend runs ahead, and `run` may, the next step is requested before the host has read its token: the device
-    computes the step while the host reads and prints the token. If `ask` need not be called, one request covers several
-    tokens.
+    computes the step while the host reads and prints the token. If `next_steps` need not be called, one request
+    covers several tokens.
 
-    logits  logits of the last prompt row. The state holds all tokens but the newest, so that a driver may stop after
-            any token and continue later
-    ask     function that is called before a token is read; returns the number of tokens after it until the next call,
-            or -1 to end the generator after it. First called for the first token
-    note    function that is called when a token for which `ask` was called has been read
-    read    list to which tokens are appended as they are read
-    token   handle of the token that was chosen from `logits`; None: it is chosen first
+    logits           logits of the last prompt row. The state holds all tokens but the newest, so that a driver may stop
+                     after any token and continue later
+    next_steps       function that is called before a token is read, first for the first token; returns the number of
+                     tokens after it until the next call, or -1 to end the generator after it; None: no end
+    on_stretch_read  function that is called when a token for which `next_steps` was called has been read
+    read             list to which tokens are appended as they are read
+    token            handle of the token that was chosen from `logits`; None: it is chosen first
     """
     ops, state, sampler = run.model.ops, run.state, run.sampler
     runs_ahead = ops.runs_ahead and ops.chooses(sampler)
     if token is None:
         token = yield Choose(logits, sampler)
-    left = 0 if ask is not None else run.state.capacity
+    left = 0 if next_steps is not None else run.state.capacity
     while True:
         if left and runs_ahead and run.runs_ahead and state.length < state.capacity:
             # the sampler counts no tokens: one that does is not the backend's to apply
@@ -63,11 +63,11 @@ def plain(
             yield stretch
             token, logits, left = stretch.token, stretch.row, stretch.remaining
             del stretch
-        ahead, asks, is_last = None, not left, False
+        ahead, is_due, is_last = None, not left, False
         if left:
             left -= 1
-        elif ask is not None:
-            left = ask()
+        elif next_steps is not None:
+            left = next_steps()
             is_last = left < 0
         if runs_ahead and run.runs_ahead and not is_last and state.length < state.capacity:
             ahead = yield Rows(Step.chain(token, state.length), sampler, target_only=True)
@@ -76,8 +76,8 @@ def plain(
         sampler.accept(value)
         if read is not None:
             read.append(value)
-        if asks and note is not None:
-            note()
+        if is_due and on_stretch_read is not None:
+            on_stretch_read()
         yield Emit(value, logits)
         if is_last or state.length >= state.capacity:
             return

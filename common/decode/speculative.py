@@ -140,9 +140,9 @@ def decode(run: DecoderRun) -> Generator[Request, Any, None]:
             logits = done.logits
         stretches = PlainStretches(run, drafter, budgets, logits is run.logits)
         try:
-            yield from plain(run, logits, stretches.ask, stretches.note, stretches.read)
+            yield from plain(run, logits, stretches.next_steps, stretches.on_stretch_read, stretches.read)
         finally:
-            stretches.end()
+            stretches.close()
         token, budget, logits = stretches.token, stretches.budget, None
 
 
@@ -177,7 +177,7 @@ class PlainStretches:
         self.token, self.budget, self.due = 0, 0, budgets.plain_steps()
         self.started = time.perf_counter()
 
-    def ask(self) -> int:
+    def next_steps(self) -> int:
         """Choose a budget where one is due; return the steps until the next call, -1 to end plain decoding."""
         left = self.due - len(self.read)
         if left <= 1:
@@ -186,8 +186,8 @@ class PlainStretches:
             self.due = len(self.read) + left
         return -1 if self.budget else left - 2
 
-    def note(self) -> None:
-        """End a stretch, whose last token has been read."""
+    def on_stretch_read(self) -> None:
+        """Record the time of a stretch, whose last token has been read, and begin the next one."""
         ended, steps = time.perf_counter(), len(self.read)
         if not self.is_prompts:
             self.budgets.record(0, [0], (ended - self.started) / steps, self.switched, steps)
@@ -197,8 +197,8 @@ class PlainStretches:
         self.token, self.due, self.is_prompts, self.started = self.read[-1], self.due - steps, False, ended
         self.read.clear()
 
-    def end(self) -> None:
-        """Count the steps of a stretch that has not ended."""
+    def close(self) -> None:
+        """Count the steps of a stretch whose last token has not been read."""
         seconds = time.perf_counter() - self.started
         self.run.stats.add_plain(max(len(self.read) - self.is_prompts, 0), seconds)
 

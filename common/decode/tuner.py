@@ -139,11 +139,11 @@ class Tuner:
 
     @property
     def plain_seconds(self) -> float | None:
-        """Seconds of a plain step."""
+        """Return the mean seconds of a plain step; None before the first."""
         return self.seconds[0].value if self.seconds[0].count else None
 
     def rate(self, size: int) -> float:
-        """Tokens per second."""
+        """Compute the tokens per second of a step with budget `size`."""
         return self.lengths[size].value / max(self.seconds[size].value, 1e-9)
 
 
@@ -152,9 +152,9 @@ class SharedTuner:
 
     A reply that drafted beside one that decodes plainly would keep that one waiting for the draft.
 
-    disturbances  counts what has taken time so far beside the steps of replies: steps of prompts, and kernels compiled
+    disturbances  counts the steps of prompts and the compiled kernels so far, during which other steps take longer
 
-    users    parts of the replies that take its choices
+    users    the replies that take its choices
     number   of the last choice, whose size is `size`; 0 before the first
     timed    number of the last choice after which a reply has recorded a time
     ignored  steps in succession whose times were ignored
@@ -165,7 +165,12 @@ class SharedTuner:
         self.number, self.size, self.timed, self.ignored = 0, 0, 0, 0
 
     def add_time(self, size: int, seconds: float, switched: bool, steps: int, quiet: bool) -> None:
-        """Record what steps took, as Tuner.record; unless they were disturbed, and not too many before them."""
+        """Record the time of steps as Tuner.record does.
+
+        Steps beside which other work ran are ignored, up to DISTURBED of them in succession.
+
+        quiet  no other work ran beside the steps
+        """
         if quiet or self.ignored >= DISTURBED:
             self.ignored = 0
             self.tuner.add_time(size, seconds, switched, steps)
@@ -176,8 +181,9 @@ class SharedTuner:
 class TunerShare:
     """A reply's part in a SharedTuner, with the methods of a Tuner.
 
-    A reply that asks again begins a new choice, which the others take when they ask. All record what their steps
-    accepted, and the first one after each choice what they took: the time of a shared step counts once.
+    The first reply that calls `choose` again after it took the current choice makes the next one; the other replies
+    take that at their next call. Each reply records the tokens that its steps accepted. Only the first reply that
+    records after a choice records the time, because a shared step takes it once.
     """
 
     def __init__(self, shared: SharedTuner):
@@ -187,7 +193,7 @@ class TunerShare:
         shared.users.add(self)
 
     def leave(self) -> None:
-        """Take no further choice."""
+        """Note that the reply has ended."""
         self.shared.users.discard(self)
 
     def begin(self) -> None:
@@ -222,5 +228,5 @@ class TunerShare:
 
     @property
     def plain_seconds(self) -> float | None:
-        """Seconds of a plain step."""
+        """Return the mean seconds of a plain step; None before the first."""
         return self.tuner.plain_seconds

@@ -11,6 +11,7 @@ from common.decoders import PRESETS, WedlmOptions
 from common.errors import BimetalError
 from common.expert_stream import ExpertStream
 from common.experts import ExpertSupply
+from common.fit import Blueprint
 from common.kv_cache import CacheOptions, check_pairs, packed
 from common.models import glm, laguna, llama, qwen35
 from common.ops import Array, Ops
@@ -119,9 +120,9 @@ class Model:
         return int(total)
 
     @property
-    def memory_layout(self) -> tuple[Layout, list[LayerSpec]]:
-        """Layers and states by which a sequence's memory is predicted, with those of a draft whose states grow."""
-        return self.layout, self.state_spec
+    def blueprint(self) -> Blueprint:
+        """Return what predicts the memory of sequences; the layers of a draft follow where their states grow."""
+        return Blueprint(self.config, self.layout, self.state_spec)
 
     def new_state(self, capacity: int) -> State:
         return self.ops.new_state(self.sequence_spec, capacity)

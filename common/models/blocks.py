@@ -72,7 +72,7 @@ def swiglu_ffn(ops: Ops, w: Any, x: Array) -> Array:
 
 def ffn_weights(tensor: Names, hidden: int, ffn: int, ranks: Ranks = ONE) -> Table:
     """List the weights of a dense network with `ffn` channels on this rank."""
-    channels = ranks.of(ffn)
+    channels = ranks.segment(ffn)
     return {
         "gate_up": Matrix(
             tensor("mlp.gate_proj.weight", "ffn_gate.weight", (ffn, hidden), shard=by_rows(channels)),
@@ -96,7 +96,7 @@ def sigmoid_moe_weights(tensor: Names, hidden: int, e: Experts, ranks: Ranks = O
 
     A rank holds all experts, each with `e.ffn` of its channels.
     """
-    channels, shared_channels = ranks.of(e.ffn), ranks.of(e.shared_ffn)
+    channels, shared_channels = ranks.segment(e.ffn), ranks.segment(e.shared_ffn)
 
     def first(hf: str, *others: str) -> str:
         return next((name for name in (hf, *others) if tensor.has(name)), hf)
@@ -146,7 +146,7 @@ def head_weight(c: Any, embed: Stored, head: Stored) -> Matrix | None:
     """
     stored, rows = embed if c.tied else head, c.ranks.head_rows(c.vocab)
     if rows < c.vocab:
-        return Matrix(replace(stored, shape=(rows, c.hidden), shard=by_rows(c.ranks.of(rows))))
+        return Matrix(replace(stored, shape=(rows, c.hidden), shard=by_rows(c.ranks.segment(rows))))
     return None if c.tied else Matrix(stored)
 
 
@@ -162,15 +162,16 @@ def through(
 ) -> Array:
     """Compute layers; return the logits (n, vocab) of `rows`, or if more layers follow, the output (T, hidden).
 
-    block   function of one layer, called with (ops, c, its weights, state, step, its number, the rows to keep, x)
+    block   function of one layer, called with (ops, c, its weights, state, step, its number, rows, x), which returns
+            `rows` of its output
     layers  layers to compute, with step.hidden as input unless they begin with layer 0; None: all
     """
     count = len(w.layers)
     layers = range(count) if layers is None else layers
     x = step.hidden if layers.start else ops.embed(w.embed, step.tokens)
     for i in layers:
-        kept = rows if i + 1 == count else slice(None)  # nothing after the last mixer mixes rows
-        x = ops.scope(i, partial(block, ops, c, w.layers[i], state, step, i, kept), x)
+        needed = rows if i + 1 == count else slice(None)  # nothing after the last mixer mixes rows
+        x = ops.scope(i, partial(block, ops, c, w.layers[i], state, step, i, needed), x)
     return head(ops, c, w, x) if layers.stop == count else ops.keep(x)
 
 

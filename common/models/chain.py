@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from common.coupled import Coupling, considered
+from common.fit import Blueprint
 from common.models import Model
 from common.models.pair import Pair, Pass
 from common.ops import Array
 from common.step import State, Step
-from common.storage import LayerSpec
 from common.weights import Layout
 
 DEEPEST = 5  # maximum tokens of a chain: each takes a pass of the head, and is accepted less often than the previous
@@ -42,8 +42,9 @@ class ChainPair(Pair):
         """Compute the draft's logits of rows that `_pass` returned."""
 
     @property
-    def memory_layout(self) -> tuple[Layout, list[LayerSpec]]:
-        return replace(self.layout, layers=[*self.layout.layers, *self.tables.layers]), self.sequence_spec
+    def blueprint(self) -> Blueprint:
+        layout = replace(self.layout, layers=[*self.layout.layers, *self.tables.layers])
+        return Blueprint(self.config, layout, self.sequence_spec)
 
     @property
     def budgets(self) -> Sequence[int]:

@@ -234,12 +234,12 @@ def _attention_weights(c: Config, tensor: Names) -> Table:
     q_rows = np.arange(H * (N + P)).reshape(H, N + P)[:, np.r_[:N, N + half_split]].ravel()
     if tensor.has("self_attn.kv_b_proj.weight") or tensor.has("attn_kv_b.weight"):
         fused = partial(tensor, "self_attn.kv_b_proj.weight", "attn_kv_b.weight")
-        heads = by_rows(c.ranks.of(H * (N + V)))
+        heads = by_rows(c.ranks.segment(H * (N + V)))
         k_up = fused((H, R, N), _always(lambda kv: _transposed(_head_rows(kv, H, slice(0, N)))), shard=heads)
         v_up = fused((H, V, R), _always(lambda kv: _head_rows(kv, H, slice(N, N + V))), shard=heads)
         k_up, v_up = (replace(part, part_of=(H * (N + V), R)) for part in (k_up, v_up))
     else:
-        heads = by_rows(c.ranks.of(H))
+        heads = by_rows(c.ranks.segment(H))
         k_up = tensor("self_attn.embed_q.weight", "attn_k_b.weight", (H, R, N), shard=heads)
         v_up = tensor("self_attn.unembed_out.weight", "attn_v_b.weight", (H, V, R), shard=heads)
     kv_down = tensor(
@@ -253,7 +253,7 @@ def _attention_weights(c: Config, tensor: Names) -> Table:
         "attn_q_b.weight",
         (H * (N + P), c.q_latent),
         _always(rows(q_rows)),
-        shard=by_rows(c.ranks.of(H * (N + P))),
+        shard=by_rows(c.ranks.segment(H * (N + P))),
     )
     return {
         "attn_norm": Vector(tensor("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
@@ -268,7 +268,7 @@ def _attention_weights(c: Config, tensor: Names) -> Table:
                 "self_attn.o_proj.weight",
                 "attn_output.weight",
                 (c.hidden, H * V),
-                shard=by_columns(c.ranks.of(H * V)),
+                shard=by_columns(c.ranks.segment(H * V)),
             )
         ),
         "ffn_norm": Vector(tensor("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
@@ -322,8 +322,8 @@ def forward(
     return through(block, ops, c, w, state, step, rows, layers)
 
 
-def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, kept: slice, x: Array) -> Array:
-    return ffn(ops, c, w, layer, mixed(ops, c, w, state, step, layer, x)[kept])
+def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, rows: slice, x: Array) -> Array:
+    return ffn(ops, c, w, layer, mixed(ops, c, w, state, step, layer, x)[rows])
 
 
 def halves(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int) -> tuple[RowFn, RowFn]:

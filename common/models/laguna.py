@@ -265,7 +265,7 @@ def _prefix(checkpoint: Checkpoint) -> str:
 def _attention_weights(c: Config, tensor: Names, heads: int) -> Table:
     K, D = c.kv_heads, c.head_dim
     gates = heads * D if c.gate_per_channel else heads
-    q_rows, kv_rows, gate_rows = c.ranks.of(heads * D), c.kv_ranks.of(K * D), c.ranks.of(gates)
+    q_rows, kv_rows, gate_rows = c.ranks.segment(heads * D), c.kv_ranks.segment(K * D), c.ranks.segment(gates)
     return {
         "attn_norm": Vector(tensor("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
         "qkgv": Matrix(  # values last, often of a wider type: adjacent matrices of one type are one product
@@ -299,9 +299,9 @@ def forward(
     return through(block, ops, c, w, state, step, rows, layers)
 
 
-def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, kept: slice, x: Array) -> Array:
+def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, rows: slice, x: Array) -> Array:
     mixed = attention(ops, c, w, state[layer].kv, step, layer, ops.rms_norm(x, w.attn_norm, c.eps))
-    x = ops.add(x, ops.all_reduce(mixed))[kept]
+    x = ops.add(x, ops.all_reduce(mixed))[rows]
     z = ops.rms_norm(x, w.ffn_norm, c.eps)
     ffn = sigmoid_moe(ops, c.experts, w, z) if c.is_sparse[layer] else swiglu_ffn(ops, w, z)
     return ops.add(x, ops.all_reduce(ffn))

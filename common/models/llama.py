@@ -142,7 +142,7 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
 
 def _layer_weights(c: Config, tensor: Names) -> Table:
     H, K, D = c.heads, c.kv_heads, c.head_dim
-    heads, kv_heads = c.ranks.of(H * D), c.kv_ranks.of(K * D)
+    heads, kv_heads = c.ranks.segment(H * D), c.kv_ranks.segment(K * D)
 
     def half_split(heads: int) -> dict[str, Fix]:
         """Permute rows of llama GGUFs, where a rope pair is two adjacent rows of a head, to pairs (j, j + D/2)."""
@@ -190,9 +190,9 @@ def forward(
     return through(block, ops, c, w, state, step, rows, layers)
 
 
-def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, kept: slice, x: Array) -> Array:
+def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, rows: slice, x: Array) -> Array:
     mixed = attention(ops, c, w, state[layer].kv, step, ops.rms_norm(x, w.attn_norm, c.eps))
-    x = ops.add(x, ops.all_reduce(mixed))[kept]
+    x = ops.add(x, ops.all_reduce(mixed))[rows]
     return ops.add(x, ops.all_reduce(swiglu_ffn(ops, w, ops.rms_norm(x, w.ffn_norm, c.eps))))
 
 

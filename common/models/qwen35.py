@@ -92,7 +92,7 @@ def _dialect(checkpoint: Checkpoint) -> tuple[str, str]:
 
 def _attention_weights(c: Config, tensor: Names) -> Table:
     H, K, D = c.heads, c.kv_heads, c.head_dim
-    q, kv = c.ranks.of(2 * H * D), c.kv_ranks.of(K * D)  # per head: D rows of q, then D of the gate
+    q, kv = c.ranks.segment(2 * H * D), c.kv_ranks.segment(K * D)  # per head: D rows of q, then D of the gate
     parts: tuple[Stored, ...] = (
         tensor("self_attn.q_proj.weight", "attn_q.weight", (2 * H * D, c.hidden), shard=by_rows(q)),
         tensor("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden), shard=by_rows(kv)),
@@ -100,7 +100,7 @@ def _attention_weights(c: Config, tensor: Names) -> Table:
     )
     if tensor.dialect == "gguf" and tensor.has("attn_qkv.weight"):  # some writers fuse the three
         parts = (tensor("", "attn_qkv.weight", ((2 * H + 2 * K) * D, c.hidden), shard=by_rows(q, kv, kv)),)
-    of_heads = by_columns(c.ranks.of(H * D))
+    of_heads = by_columns(c.ranks.segment(H * D))
     return {
         "qkv": Matrix(*parts),
         "o": Matrix(tensor("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D), shard=of_heads)),
@@ -120,8 +120,8 @@ def _delta_weights(c: Config, tensor: Names) -> Table:
     def of_values(width: int) -> list[Segment]:
         """Select this rank's value heads, `width` rows each, in the file's order: grouped by key head, or tiled."""
         if tensor.dialect == "gguf":
-            return [c.ranks.of(c.key_heads * width)] * repeats
-        return [c.ranks.of(c.value_heads * width)]
+            return [c.ranks.segment(c.key_heads * width)] * repeats
+        return [c.ranks.segment(c.value_heads * width)]
 
     def grouped(fix: Fix) -> dict[str, Fix]:
         """Apply `fix` to files in which head g * R + r uses key head g: files as trained, and mlx-lm's."""
@@ -132,7 +132,7 @@ def _delta_weights(c: Config, tensor: Names) -> Table:
         "hf": mapped(lambda conv: conv.squeeze(1)[qkv_rows]),
         "mlx": mapped(lambda conv: conv.squeeze(2)[qkv_rows]),
     }
-    qkv_shard = by_rows(c.ranks.of(keys), c.ranks.of(keys), *of_values(c.value_dim))
+    qkv_shard = by_rows(c.ranks.segment(keys), c.ranks.segment(keys), *of_values(c.value_dim))
     value_shard, head_shard = by_rows(*of_values(c.value_dim)), by_rows(*of_values(1))
     by_value, by_head = grouped(rows(value_rows)), grouped(rows(tiled))
     heads, H = (c.value_heads,), (c.value_heads, c.hidden)
@@ -186,7 +186,7 @@ def check_mtp(checkpoint: Checkpoint) -> None:
 def _moe_weights(c: Config, tensor: Names) -> Table:
     assert c.experts
     E, F, S = c.experts.count, c.experts.ffn, c.experts.shared_ffn
-    channels, shared = c.ranks.of(F), c.ranks.of(S)
+    channels, shared = c.ranks.segment(F), c.ranks.segment(S)
 
     def experts(hf: str, gguf: str, shape: tuple[int, ...], shard: Shard | None) -> Stored:
         """Name experts: a stacked tensor, in newer Hugging Face files one per expert; quantized stacks as mlx-lm's."""
@@ -266,8 +266,8 @@ def halves(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int) ->
     return partial(mixed, ops, c, w, state, step, layer), partial(ffn, ops, c, w)
 
 
-def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, kept: slice, x: Array) -> Array:
-    return ffn(ops, c, w, mixed(ops, c, w, state, step, layer, x)[kept])
+def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, rows: slice, x: Array) -> Array:
+    return ffn(ops, c, w, mixed(ops, c, w, state, step, layer, x)[rows])
 
 
 def mixed(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: Array) -> Array:

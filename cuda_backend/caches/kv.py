@@ -15,13 +15,13 @@ from cuda_backend.runs import Run
 class KV:
     """Keys and values of one layer.
 
-    after  planes of a window's store for the contents after a commit (caches/window.py), else empty
-    exact  exact rows and statistics of a compressed cache: caches/packed.py Exact; None: the cache is not compressed
+    rows_after  of a window: planes with its contents after the commit of a prefill step (caches/window.py); else ()
+    exact       exact rows and statistics of a compressed cache (caches/packed.py Exact); None: not compressed
     """
 
     keys: Plane
     values: Plane
-    after: Planes
+    rows_after: Planes
     store: "KVStore"
     exact: Any = None
 

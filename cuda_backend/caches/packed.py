@@ -142,24 +142,25 @@ def calibrate(
     keys: Plane,
     layer_heads: int,
     count: int,
-    to: int,
+    out: int,
     stream: Stream,
     rows: int = 1,
     step: int = 0,
-    kept: tuple[int, int] = (0, 0),
+    committed: tuple[int, int] = (0, 0),
 ) -> None:
     """Compute mean, then scale, float32 (rows, heads, D) each, of the first `count` keys and queries of each path.
 
-    keys   float16 rows, the step's among them: of each layer `layer_heads` heads of keys, then as many of queries
-    step   address of the step whose rows these are; 0: one row, whose path is the first positions in order
-    kept   address of the statistics of slot 0, used by rows after `count` committed keys, and elements from one slot
-           to the next
+    keys       float16 rows, the step's among them: of each layer `layer_heads` heads of keys, then as many of queries
+    out        address of the results
+    step       address of the StepState whose rows these are; 0: one row, whose path is the first positions in order
+    committed  address of slot 0's statistics, and elements from one slot's to the next: those of slots that have
+               committed `count` keys
     """
     heads, width = keys.heads // 2, keys.width
     kernel("calibrate", "calibrate")(
         (heads, rows),
         (-(-width // 32) * 32,),
-        (keys.record, width, layer_heads, count, step, *kept, LEAST_USE, to, to + 4 * rows * heads * width),
+        (keys.record, width, layer_heads, count, step, *committed, LEAST_USE, out, out + 4 * rows * heads * width),
         stream=stream,
     )
 

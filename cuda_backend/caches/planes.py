@@ -13,7 +13,7 @@ from common.kv_formats import FORMATS
 from common.step import MAX_DECODE_ROWS, Shape
 from cuda_backend.launch import Stream, kernel
 from cuda_backend.layout import group_count, padded, tail_places
-from cuda_backend.memory import Memory, copy_in, room
+from cuda_backend.memory import Memory, copy_in, free_and_total
 from cuda_backend.prototypes import PLANE
 
 HALF = "f16"  # the backend's own format of rows
@@ -231,7 +231,7 @@ def read_rows(planes: Planes, stretches: Sequence[tuple[int, int]], stream: Stre
     if n == 0:
         return [np.empty(shape, dtype) for shape, dtype in shapes_of(planes, 0)]
     dense, at = planes_at(0, planes, Places(n - 1, 1)), 0
-    stream.copies.make_room(planes_bytes(dense), room()[0])
+    stream.copies.make_room(planes_bytes(dense), free_and_total()[0])
     aside = Memory(planes_bytes(dense), stream)
     for first, last in stretches:
         if last > first:

@@ -18,7 +18,7 @@ from cuda_backend.caches.planes import copy, zeros
 from cuda_backend.caches.window import NOT_IN_PART
 from cuda_backend.launch import Stream
 from cuda_backend.layout import padded
-from cuda_backend.memory import Memory, copy_in, room
+from cuda_backend.memory import Memory, copy_in, free_and_total
 from cuda_backend.runs import Run, RunInputs, Runs
 
 NO_RUN = Run(0, 0, 0)  # the run of no step
@@ -278,7 +278,7 @@ class Recurrent:
 
     def save_point(self, slot: int) -> list[np.ndarray]:
         """Copy the states of all layers as stored on the device, with the path applied."""
-        self.stream.copies.make_room(4 * self.flip, room()[0])
+        self.stream.copies.make_room(4 * self.flip, free_and_total()[0])
         return [self.stream.copies.copy(self._copy(slot)).view(np.float32)]
 
     def load(self, slot: int, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:

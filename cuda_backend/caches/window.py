@@ -143,23 +143,26 @@ class WindowStore(KVStore):
 
 
 def unrolled(kv: KV, step: DeviceStep, arena: Arena, stream: Stream) -> Planes:
-    """Copy a ring to memory with room for the rows of a prefill step."""
+    """Return a copy of the ring, in arena memory that also has places for the rows of a prefill step."""
     past, (window, sinks) = step.past, kv.store.window
     ring = of_slot((kv.keys, kv.values), step.slot)
     places = Places(kv.keys.places.fixed, -(-(step.T + window + TILE) // TILE) * TILE)
     size = planes_bytes(planes_at(0, ring, places))
-    room = planes_at(arena.take(size), ring, places)
-    cupy.cuda.runtime.memsetAsync(room[0].address, 0, size, stream.ptr)
+    rows = planes_at(arena.take(size), ring, places)
+    cupy.cuda.runtime.memsetAsync(rows[0].address, 0, size, stream.ptr)
     for first, end in ((0, min(sinks, past)), (max(0, past - window), past)):
         if first < end:
-            copy_rows(ring, first, room, first, end - first, stream)
-    return room
+            copy_rows(ring, first, rows, first, end - first, stream)
+    return rows
 
 
-def rolled(kv: KV, step: DeviceStep, room: Planes, stream: Stream) -> None:
-    """Copy to `rows_after` what the ring contains once the step's rows, which `room` holds, are committed."""
+def rolled(kv: KV, step: DeviceStep, rows: Planes, stream: Stream) -> None:
+    """Copy to `kv.rows_after` what the ring contains once the step is committed.
+
+    rows  result of `unrolled`, with the step's rows written to it
+    """
     window, sinks = kv.store.window
     end = step.past + step.T
     for first, last in ((0, min(sinks, end)), (max(0, end - window), end)):
         if first < last:
-            copy_rows(room, first, kv.after, first, last - first, stream)
+            copy_rows(rows, first, kv.rows_after, first, last - first, stream)

@@ -9,7 +9,7 @@
 //           attention by the means, averaged over the queries' heads; then the largest of them, one after the other
 // Assumes   the step's first position is a multiple of BLOCK; D is at most 256
 // Numbers   float32
-// Bound     bytes of keys: attention reads them many times
+// Bound     bytes of keys, of which attention reads some again for each block of queries
 // Tried     nothing on record
 
 #define CTA 128

@@ -1,10 +1,15 @@
 // conv: silu of a causal depthwise convolution over each row's ancestors; with PARENTS, copies the parent of each row
 // Meaning   common/reference.py NumpyOps.short_conv, .parent_rows       Launcher  cuda_backend/recurrent.py
-// In        x (T, C), taps [C][n + 1], state: two tails [n][C], `flip` apart, and rows [2][MAX_DECODE_ROWS][C]   Out  out [T][C] float32
-// Work      a thread per channel and row, in the order of rows. Rows of the latest commit are read from the buffer of the step that
-//           computed them; the new tail does not overwrite the old one, so that a step can run twice
+// In        x (T, C) float32, perhaps partial sums; taps [C][n + 1] float32, the newest row's last; n rows before a row are read
+//           state, float32: two tails [n][C], `flip` elements apart, the last n committed rows, oldest first; and
+//           rows [2][MAX_DECODE_ROWS][C]: those of the step before, of which the committed path is read, and of this step
+// Out       out [T][C] float32; with PARENTS the row of x before each row, without taps and silu
+// Build     PARENTS 0 or 1, with n = 1
+// Work      grid (C / THREADS, T), a thread per channel and row, in the order of rows. Rows of the latest commit are read from the
+//           buffer of the step that computed them; the new tail does not overwrite the old one, so that a step can run twice
 // Assumes   a step of more than MAX_DECODE_ROWS rows is a chain (kind 1)
-// Bound     launches: 4 reads per output, from the cache
+// Numbers   float32; taps are added from the row itself back to its earliest ancestor: a row has the same bits in any step
+// Bound     launches: n + 1 reads per output, from the cache
 // Tried     nothing on record
 
 #ifndef PARENTS
@@ -17,7 +22,7 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
     const Run& run = run_at(step, blockIdx.y);
     const int c = blockIdx.x * THREADS + threadIdx.x, first = run.first, t = blockIdx.y - first, path = run.path_length;
     if (c >= C) return;
-    const float *old_tail = tail + run.from * flip + c, *old_rows = rows + (s64)step->kept * MAX_DECODE_ROWS * C + c;
+    const float *old_tail = tail + run.from * flip + c, *old_rows = rows + (s64)step->path_store * MAX_DECODE_ROWS * C + c;
     const bool branches = run.branches;
     auto row_at = [&](int i) { return first + (branches ? step->line[first + i] & 0xff : i); };
     auto place_of = [&](int row) {  // a row of the run, in the order of rows; negative: counted back from the newest committed row, -1
@@ -47,7 +52,7 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 if (inside[i]) v[i] += p[i][s * x.partial_stride];
-        if (!run.kind && j == n - 4) rows[((s64)(1 - step->kept) * MAX_DECODE_ROWS + row_at(t)) * C + c] = v[0];
+        if (!run.kind && j == n - 4) rows[((s64)(1 - step->path_store) * MAX_DECODE_ROWS + row_at(t)) * C + c] = v[0];
 #pragma unroll
         for (int i = 0; i < 4; i++) sum += tap[i] * v[i];
         if (PARENTS) sum = v[1];  // n is 1

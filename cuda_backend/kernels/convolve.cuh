@@ -59,7 +59,7 @@ __device__ __forceinline__ void add_all(V (&sum)[R], const float* (&p)[R], s64 s
 // ours: whether this warp writes the step's state of these channels; first: whether it also writes the tails.
 __device__ __forceinline__ void convolve(const In& in, const Head& head, const Conv& conv, const StepState* step, const Run& run,
                                          const int (&rows)[BEFORE + 1], bool ours, bool first, float* to, float* keep, int stride) {
-    const int lane = threadIdx.x % 32, store = step->kept;
+    const int lane = threadIdx.x % 32, store = step->path_store;
     const bool kept = TAPS && !run.kind && ours;
     float y[FOURS][4], squares = 0.0f;
 #pragma unroll

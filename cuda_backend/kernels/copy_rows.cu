@@ -1,9 +1,14 @@
-// copy_rows: copies rows of all heads of one or two planes: position first + path[j] (without a path first + j) of the source to
-// position to_first + j of the target
+// copy_rows: copies rows of keys and values, or of latents, from one cache to another, or within one cache after a commit
+// Meaning   to_first + j of the target becomes first + path[j] of the source, for 0 <= j < n; without a path first + j
 // Launcher  cuda_backend/caches/planes.py copy_rows
+// In        keys, values: planes of the source (plane.cuh), rows in any format of formats.cuh; equal if there is one plane
+//           path [n] int32, or null; slot, to_slot: sequences of the source and the target
+// Out       rows of to_keys and to_values, which have the heads and the format of the source's
 // Build     UNIT: bytes that divide every row, 2, 4, 8 or 16
-// Work      a CTA per head, first heads of keys, then heads of values. A thread copies one unit of every row, so that source and
-//           target may be the same memory if the path ascends
+// Work      grid (heads of all planes, up to 64), the first `key_heads` of keys; a thread copies one unit of every row of its CTA
+// Assumes   a block has as many threads as the longest row has units. If source and target are one memory, the path ascends and the
+//           second dimension of the grid is 1: a thread has then read a unit before it overwrites it
+// Bound     bytes read and written
 // Tried     nothing on record
 
 #if UNIT == 16

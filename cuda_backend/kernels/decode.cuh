@@ -1,5 +1,5 @@
-// decode: converts 32 values of a row of a cache to float16: looks codes up in a table by byte permutes, or adds 1024 to them as
-// float16 bits, then multiplies by the scale of their block
+// decode: converts 32 values of a row of a cache (formats.cuh) to float16. Codes of Lloyd-Max formats are looked up in a table by byte
+// permutes; codes of ggml's formats become float16 numbers by adding 1024 in their bits. Both are multiplied by their block's scale
 
 __device__ __forceinline__ u32 mul_half2(u32 a, u32 b) {
     u32 c;

@@ -110,7 +110,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     u8* order = (u8*)(scalars + 2 * CHUNK);               // [MAX_DECODE_ROWS] as in StepState
     u8* moves = order + MAX_DECODE_ROWS;                      // [MAX_DECODE_ROWS]
     const int h = (int)blockIdx.x, hk = h % Hk, c0 = blockIdx.y * WIDE, lane = threadIdx.x % 32;
-    const int store = step->kept, base = ALONE ? 0 : run.first, rows = ALONE ? 1 : run.rows, path = run.path_length;
+    const int store = step->path_store, base = ALONE ? 0 : run.first, rows = ALONE ? 1 : run.rows, path = run.path_length;
     const int path_at = ALONE ? 0 : run.path;
     const bool kept = ALONE || !run.kind, branches = !ALONE && run.branches;
 #if !ALONE

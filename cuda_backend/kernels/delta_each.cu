@@ -35,7 +35,7 @@ delta_each(const StepState* step, int Hk, int Hv, int DV, float* matrix, s64 fli
     __align__(16) __shared__ float outs[128];
 #endif
     // a lane's four columns of the first 64, and the one whose sums it gets
-    const int part = lane % 16, local = warp * 8 + lane / 16 * 4, store = step->kept;
+    const int part = lane % 16, local = warp * 8 + lane / 16 * 4, store = step->path_store;
     const s64 old = (s64)store * MAX_DECODE_ROWS;
     float* const changes = row_change + ((s64)((1 - store) * MAX_DECODE_ROWS + row) * Hv + h) * DV;
     float* const from = matrix + run.from * flip + (s64)h * DV * DK;

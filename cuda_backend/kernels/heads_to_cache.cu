@@ -1,9 +1,13 @@
-// heads_to_cache: writes the inputs of attention: q (T, H, D) as float16, and the step's keys and values to the cache
-// Launcher  cuda_backend/attention.py
-// In        q, k, v (T, heads, D) float32 with any strides; norm and rope of q and of k
-// Out       q_out [T][H][wide] float16, heads padded to `wide`; rows of the cache, formats.cuh
+// heads_to_cache: norm and rope of q and k where they were deferred; then q as float16 for attention, and keys and values to the cache
+// Meaning   the ops norm_rope or rope before NumpyOps.attention, and its write of the step's rows    Launcher  cuda_backend/attention.py
+// In        q (T, H, D), k and v (T, K, D) float32 with any strides, perhaps partial sums; of q and of k: whether to norm, weight [D]
+//           or null, eps, and a Rope (`pairs` 0: none)
+// Out       q_out [T][H][wide] float16, zeros after D; the step's rows of the planes `keys` and `values` (formats.cuh); with EXACT
+//           also their float16 copies and one query of each group (exact.cuh)
 // Build     for a cache that is not float16: WIDTH of a head, and the macros of formats.cuh
-// Work      a warp per head
+// Work      a warp per row and head of q, k or v; the head lies in shared memory
+// Assumes   `wide` is D rounded up to a multiple of 16
+// Numbers   float32, rounded once to float16; codes are bitwise those of NumPy (encode.cuh)
 // Bound     launches; bytes of q, k and v in prefill
 // Tried     nothing on record
 

@@ -1,4 +1,5 @@
-// matrices: a stack from which each row takes some by number: the experts of a layer, or the heads of latent attention
+// matrices: a stack of matrices of one shape, from which each row takes some by number: the experts of a layer, or the heads of latent
+// attention. Their addresses follow from a stride, or are read from a table on the device (hot experts: expert_stacks.py)
 
 struct Matrices {  // cuda_backend/prototypes.py MATRICES
     const u8 *first, *last;  // matrix 0; matrix `count`, of a shared expert

@@ -1,6 +1,9 @@
 // random: for benchmarks: makes blocks of a GGUF type with random codes and moderate scales, and logits that route by a trace
 // Meaning   none: any bytes are valid blocks               Launcher  cuda_backend/random_weights.py
-// Out       words [n] uint32; float16 `value` at byte `at` of every block; logits with which rows choose the experts of a trace
+// In        routed: ids [tokens][layers][k] int32, the experts of a recorded trace (common/routing_trace.py)
+// Out       fill: words [n] uint32, a hash of their index and `seed`. set_halves: float16 `value` at byte `at` of each of n blocks of
+//           `size` bytes. routed: logits [layers][T][E] float32 whose k largest are the experts of tokens first, first + 1, ...
+// Work      fill, set_halves: a thread per word or block. routed: a CTA per row and layer
 // Bound     bytes written
 // Tried     nothing on record
 

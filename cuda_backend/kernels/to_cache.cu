@@ -1,6 +1,8 @@
-// to_cache: heads_to_cache.cu for heads of 128 or 256, aligned in fours, in a decoding step
+// to_cache: writes q, keys and values as heads_to_cache.cu, for heads of 128 or 256, readable as float4, in a decoding step
+// Meaning   as heads_to_cache.cu, with the same bits
 // Launcher  cuda_backend/attention.py
-// In        q, k, v (T, heads, D) float32 as partial sums     Out  q_out [T][H][D] and the step's rows of the cache
+// In        q (T, H, D), k and v (T, K, D) float32, perhaps partial sums
+// Out       q_out [T][H][D] float16, and the step's rows of the cache
 // Build     D, formats.cuh; ALONE: the step has one row
 // Work      a warp per head, or, where it has more partial sums than a warp reads at once, four, each for every fourth of them,
 //           of which the first then norms, rotates and stores it. Angles and weights are loaded before the wait for the previous kernel.

@@ -118,8 +118,8 @@ class Fields:
             )
         return [self.item(key, at, item) for at, item in enumerate(found)]
 
-    def item(self, key: str, at: int, value: Any) -> "Fields":
-        name = f"{self.name(key)}[{at}]"
+    def item(self, key: str, index: int, value: Any) -> "Fields":
+        name = f"{self.name(key)}[{index}]"
         if not isinstance(value, dict):
             raise ApiError(400, f"{name} is {value!r:.80}; it must be an object", param=name)
         return Fields(value, name)

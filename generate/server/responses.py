@@ -297,11 +297,11 @@ class Writer:
         return self._event(f"response.{status}", response=body)
 
 
-def _delta(at: dict[str, Any], number: str, text: str) -> bytes:
-    """Return an event of a message's text without log-probabilities."""
+def _delta(item: dict[str, Any], number: str, text: str) -> bytes:
+    """Return an event that adds `text` to a message, without log-probabilities; `item` names the output item."""
     kind = "response.output_text.delta"
     more = {"content_index": 0, "delta": text, "logprobs": []}
-    return named_sse(kind, {"type": kind, "sequence_number": number} | at | more)
+    return named_sse(kind, {"type": kind, "sequence_number": number} | item | more)
 
 
 def lacks_message(reply: Whole) -> bool:

@@ -162,14 +162,14 @@ def events(llm: LLM, prompts: Sequence[Ready], task: Task) -> AsyncGenerator[tup
     Leaving the loop, or cancelling the task that runs it, ends the replies at their next step.
     """
     is_alone = len(prompts) * task.n == 1
-    return one(llm, prompts[0], task, 0) if is_alone else _together(llm, prompts, task)
+    return reply_events(llm, prompts[0], task, 0) if is_alone else _together(llm, prompts, task)
 
 
 async def _together(llm: LLM, prompts: Sequence[Ready], task: Task) -> AsyncGenerator[tuple[int, Event], None]:
     queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
     async def write(index: int) -> None:
-        async with aclosing(one(llm, prompts[index // task.n], task, index)) as found:
+        async with aclosing(reply_events(llm, prompts[index // task.n], task, index)) as found:
             async for event in found:
                 queue.put_nowait(event)
 
@@ -186,7 +186,7 @@ async def _together(llm: LLM, prompts: Sequence[Ready], task: Task) -> AsyncGene
         await asyncio.gather(*writers, return_exceptions=True)
 
 
-async def one(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncGenerator[tuple[int, Event], None]:
+async def reply_events(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncGenerator[tuple[int, Event], None]:
     """Yield the events of reply number `index`, with that number; the last one is Finish or Failed."""
     options, prompt = dict(task.options), ready.prompt
     if ready.guide is not None:
@@ -212,23 +212,23 @@ async def one(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncGenerator[
         yield index, Failed(failure(error))
 
 
-async def echo(llm: LLM, task: Task, prompt: Prepared, at: int) -> Echo:
-    """Return the echo of prompt number `at`."""
-    given = task.prompts[at]
+async def echo(llm: LLM, task: Task, prompt: Prepared, index: int) -> Echo:
+    """Return the echo of prompt number `index`."""
+    given = task.prompts[index]
     text = given if isinstance(given, str) else llm.tokenizer.decode(prompt.tokens)
     top = task.options.get("logprobs")
     return Echo(text, prompt.tokens, None if top is None else await llm.ascore(prompt.tokens, top))
 
 
 async def finished_replies(
-    found: AsyncIterator[tuple[int, Event]], count: int, seen: Callable[[int, Event], object] = lambda *_: None
+    found: AsyncIterator[tuple[int, Event]], count: int, on_event: Callable[[int, Event], object] = lambda *_: None
 ) -> list[Whole]:
     """Return `count` replies when they are finished; raises the error of one that failed.
 
-    seen  called with each event and its reply's index
+    on_event  called with each event and its reply's index
     """
     replies = [Whole() for _ in range(count)]
     async for index, event in found:
-        seen(index, event)
+        on_event(index, event)
         replies[index].add(event)
     return replies

@@ -1,11 +1,14 @@
 """The GGUF reader, against files that gguf-py writes and files that are broken on purpose."""
 
+import errno
 import os
+import re
 import resource
 import struct
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -172,6 +175,13 @@ def test_paths_that_are_no_checkpoint(tmp_path):
         (path := write(tmp_path / "locked.gguf", GOOD)).chmod(0)
         with pytest.raises(BimetalError, match="cannot be read: Permission denied"):
             open_checkpoint(path)
+
+
+def test_a_directory_that_may_not_be_read(tmp_path, monkeypatch):
+    refused = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "unfinished.json"))
+    monkeypatch.setattr(Path, "exists", Mock(side_effect=refused))  # as Python does where the user is not root
+    with pytest.raises(BimetalError, match=f"^{re.escape(str(tmp_path))} cannot be read: Permission denied$"):
+        open_checkpoint(tmp_path)
 
 
 def test_directory_with_gguf(tmp_path):

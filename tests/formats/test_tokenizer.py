@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from common import encoded_parts
 from common.checkpoint import open_checkpoint
+from common.demo import block_beside, demo_path
 from common.errors import BimetalError, UsageError
 from common.tokenizer import load_tokenizer
 
@@ -450,6 +451,13 @@ def test_broken_folder(folder, file, content, error):
     write(folder / file, content)
     with pytest.raises(BimetalError, match=error):
         load_tokenizer(folder, {})
+
+
+def test_a_file_without_a_tokenizer():
+    """A draft in a GGUF file has none."""
+    path = block_beside(demo_path())
+    with pytest.raises(BimetalError, match=r"mtp-Q8_0\.gguf has no tokenizer, .*; if it is a draft, name its model"):
+        load_tokenizer(path, open_checkpoint(path).config)
 
 
 def test_folder_without_a_supported_tokenizer(tmp_path):

@@ -17,7 +17,7 @@ from common.decode.alone import run_alone
 from common.decode.run import DecoderRun
 from common.decoders import Speculation
 from common.errors import BimetalError, UsageError
-from common.fit import SPARE, context_that_fits, predict_layers
+from common.fit import SPARE, Blueprint, context_that_fits, predict_layers
 from common.models import ARCHITECTURES, load_model
 from common.models.drafts import load_pair
 from common.ops import Ops
@@ -145,7 +145,7 @@ def test_the_fullest_sets_the_context(full, monkeypatch):
     own = [[s for i, s in enumerate(spec) if ops.layers[i].index == device] for device in (0, 1)]
     limit = state_bytes(own[full], 5000)
     monkeypatch.setattr(layer_split, "free", lambda gpu: limit / (1 - SPARE) if gpu.index == full else 10**15)
-    context = context_that_fits(ops, config, layout, spec)
+    context = context_that_fits(ops, Blueprint(config, layout, spec))
     assert state_bytes(own[full], context) <= limit < state_bytes(own[full], context + 64)
 
 

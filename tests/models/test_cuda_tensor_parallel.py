@@ -262,7 +262,7 @@ def test_real_widths(name, monkeypatch):
 
 def test_every_op_is_forwarded():
     own = {name for name in vars(CudaOps) if hasattr(Ops, name) and not name.startswith("_")}
-    own -= {"at", "expert_weight"}  # of the ranks' own loading
+    own -= {"loading_layer", "expert_weight"}  # of the ranks' own loading
     classes = TensorParallelOps.__mro__
     assert own <= {name for c in classes[: classes.index(Ops)] for name in vars(c)}
 
@@ -338,7 +338,7 @@ def test_each_holds_its_part():
     state, spec = model.new_state(64), model.state_spec
     assert [part.nbytes for part in state.shares.values()] == [model.ops.held_state_bytes(spec, 64, 8)] * 2
     assert state.nbytes == one.new_state(64).nbytes
-    assert [own for _, own in model.ops.room(len(spec))] == [range(len(spec))] * 2
+    assert [own for _, own in model.ops.free_by_device(len(spec))] == [range(len(spec))] * 2
 
 
 def test_saved_prefixes_are_of_as_many_ranks():

@@ -91,7 +91,7 @@ def test_256k_tokens_in_24_gb(ops):
     model, tokens = replace(model, cache=CacheOptions("tq3_0", "tq3_0")), 1 << 18
     held = [vars(table).values() for table in (model.weights, *model.weights.layers)]
     weights = sum(handle.nbytes for handle in itertools.chain(*held) if isinstance(handle, Weight))
-    need = predict_need(ops, model.config, model.layout, model.state_spec, tokens, weights, 24 * 10**9)
+    need = predict_need(ops, model.blueprint, tokens, weights, 24 * 10**9)
     state = model.new_state(tokens)
     for rows in (need.rows, 8):
         state.length = tokens - rows
@@ -114,7 +114,7 @@ def test_a_limit_of_memory():
     pool, size = cupy.get_default_memory_pool(), 64 << 20
     limit_memory(pool.total_bytes() + size + 100)
     try:
-        assert memory.room()[0] == size + 100
+        assert memory.free_and_total()[0] == size + 100
         held = memory.Memory(size)
         with pytest.raises(BimetalError, match=r"the limit of .* on GPU 0 leaves 0\.0 GB and 0\.1 GB more"):
             memory.Memory(size)

@@ -143,9 +143,9 @@ def test_it_computes_through_ops_only(tmp_path):
 
 def test_its_memory_is_predicted(tmp_path):
     pair = load_pair(tiny_eagle.write(tmp_path / "draft", 32, 96, [0, 1, 1]), tiny.load("llama", NumpyOps()))
-    layout, spec = pair.memory_layout
+    _, layout, spec = pair.blueprint
     assert len(layout.layers) == len(spec) == len(pair.new_state(8).layers) == 4
-    assert min(predict_run(pair.ops, pair.config, layout, spec, 100, 50)) > 0
+    assert min(predict_run(pair.ops, pair.blueprint, 100, 50)) > 0
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ class Counted(NumpyOps):
         super().__init__()
         self.layers, self.current = [], -1
 
-    def at(self, layer):
+    def loading_layer(self, layer):
         self.current = layer
-        return super().at(layer)
+        return super().loading_layer(layer)
 
     def expert_weight(self, *parts):
         self.layers.append((self.current, parts[0].shape[0]))

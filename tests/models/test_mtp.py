@@ -136,9 +136,9 @@ def test_the_last_row_has_the_bits_of_the_target_alone():
 
 def test_its_memory_is_predicted():
     pair = load_pair(folder_of("qwen35"), tiny.load("qwen35", NumpyOps()))
-    layout, spec = pair.memory_layout
+    _, layout, spec = pair.blueprint
     assert len(layout.layers) == len(spec) == len(pair.new_state(8).layers) == 9
-    assert min(predict_run(pair.ops, pair.config, layout, spec, 100, 50)) > 0
+    assert min(predict_run(pair.ops, pair.blueprint, 100, 50)) > 0
 
 
 REFUSED = [

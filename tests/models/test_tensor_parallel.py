@@ -250,15 +250,15 @@ def test_rows_and_columns_of_blocks(type_, unit):
     """Two segments, of which rank 1 of 2 takes the second half each."""
     tensor = stored_as(type_, 12, 8 * unit)
     values, half = dequantize(tensor), Ranks(1, 2)
-    rows = by_rows(half.of(4), half.of(2))
+    rows = by_rows(half.segment(4), half.segment(2))
     assert np.array_equal(dequantize(rows.cut(tensor)), values[[4, 5, 6, 7, 10, 11]])
-    columns = by_columns(half.of(2 * unit), half.of(2 * unit))
+    columns = by_columns(half.segment(2 * unit), half.segment(2 * unit))
     columns.check(tensor)
     whole = values.reshape(12, 4, 2 * unit)
     assert np.array_equal(dequantize(columns.cut(tensor)), whole[:, [1, 3]].reshape(12, -1))
     assert columns.whole((12, 4 * unit)) == (12, 8 * unit)
     stack = Tensor("w", "F32", (2, 12, 8 * unit), np.stack([values, -values]).view(np.uint8))
-    assert np.array_equal(dequantize(by_expert_rows(half.of(6)).cut(stack)), dequantize(stack)[:, 6:])
+    assert np.array_equal(dequantize(by_expert_rows(half.segment(6)).cut(stack)), dequantize(stack)[:, 6:])
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_rows_and_columns_of_blocks(type_, unit):
 def test_blocks_that_ranks_do_not_divide(type_, columns, size, kind):
     tensor = stored_as(type_, 4, columns)
     with pytest.raises(BimetalError, match=f"^w: {columns} columns in {kind} cannot be divided among {size} ranks;"):
-        by_columns(Ranks(0, size).of(columns // size)).check(tensor)
+        by_columns(Ranks(0, size).segment(columns // size)).check(tensor)
 
 
 def test_blocks_are_checked_before_anything_is_loaded(tmp_path):

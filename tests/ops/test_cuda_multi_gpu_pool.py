@@ -192,14 +192,14 @@ def test_drafts(draft, spec, placement):
 def test_memory_of_a_pool(two, name):
     """Each GPU takes what is predicted for its layers."""
     pool, ops = two.new_pool(3, 300, 400), two.ops
-    room = ops.room(len(two.state_spec))
+    room = ops.free_by_device(len(two.state_spec))
     assert len(room) == 2
     for (_, own), held in zip(room, pool.pools.values(), strict=True):
         spec = [two.state_spec[i] for i in own]
         one, three = (ops.held_pool_bytes(spec, slots, 300, 400, 64) for slots in (1, 3))
         beside = three - held.nbytes  # the copies that two more slots go back to
         assert 0 <= beside <= three - one
-    assert what_fits(ops, two.config, two.layout, two.state_spec, 3)(300, 64)
+    assert what_fits(ops, two.blueprint, 3)(300, 64)
 
 
 @pytest.mark.skipif(not hasattr(cupy, "clock"), reason="needs the clock of the stand-in for CuPy")

@@ -15,12 +15,13 @@ from common.engine import Engine
 from common.errors import BimetalError, NoRoomError
 from common.fit import layer_size, predict_run
 from common.models.drafts import load_pair
-from common.options import GenerationOptions
+from common.options import GenerationOptions, LoadOptions
 from common.scores import completed, score
 from common.sequence import Call, Sequence
 from common.slot import Slot
 from common.step import MAX_DECODE_ROWS, Step
 from common.storage import KVSpec, LatentSpec
+from generate.loading import make_room
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -301,11 +302,21 @@ def test_replies_of_a_loaded_model_share_memory(parallel, pages):
         assert [llm.generate(prompt, max_tokens=4, temperature=0).text for prompt in prompts] == replies
 
 
+def test_shared_memory_has_room_for_the_rows_of_a_draft(ops, monkeypatch):
+    """A multi-token-prediction block stores keys and values of every token that the replies hold together."""
+    pair, free = load_pair(tiny.FOLDER / "mtp-qwen35", tiny.load("qwen35", ops)), 20 * 10**6
+    monkeypatch.setattr(ops, "free_by_device", lambda layers: [(free, range(layers))])
+    for name in ("work_bytes", "decode_bytes", "logits_bytes"):
+        monkeypatch.setattr(ops, name, lambda *_: 0)
+    room = make_room(pair, LoadOptions(ctx=2000, parallel=20))
+    assert room.context < room.tokens < 20 * room.context
+    assert pair.new_pool(20, room.context, room.tokens).nbytes < free
+
+
 def test_what_slots_take_is_predicted(ops):
     """Pages for one context, and of each slot its fixed states and the copies that it goes back to."""
     model = tiny.load("qwen35", ops)
-    sizes = model.config, model.layout, model.state_spec, 2000, 512
-    one, two, three = (predict_run(ops, *sizes, parallel) for parallel in (1, 2, 3))
+    one, two, three = (predict_run(ops, model.blueprint, 2000, 512, parallel) for parallel in (1, 2, 3))
     held = ops.new_pool(model.state_spec, 3, 2000, 2000).nbytes + 2 * snapshot_bytes(model.state_spec, 2000)
     assert sum(three[:2]) == held
     assert 0 < two[1] - one[1] == three[1] - two[1]
