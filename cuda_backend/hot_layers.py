@@ -25,7 +25,7 @@ COPIERS = 64  # CTAs that copy experts, 16 KiB each at a time: enough for the li
 
 
 class Counts:
-    """What the kernels have counted since the start.
+    """Numbers that the kernels have counted since the start, by layer.
 
     uses       (layers, experts) int64
     slots      (layers, experts) int32: slot of each expert, -1 of cold ones
