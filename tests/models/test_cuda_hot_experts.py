@@ -11,12 +11,14 @@ from common.errors import BimetalError
 from common.expert_profile import Profile
 from common.hot_experts import HotExperts
 from common.models import load_model
+from common.ops import ExpertWeights
 from common.step import PAST, Step
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
+from cuda_backend.arrays import Array  # noqa: E402
 from cuda_backend.expert_stacks import parts_of_expert  # noqa: E402
-from cuda_backend.memory import ALIGN  # noqa: E402
+from cuda_backend.memory import ALIGN, upload  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -149,6 +151,29 @@ def test_what_moves_in_and_out(path, name, whole):
         if slot >= 0
     ]
     assert len(set(places)) == len(places), "two experts share a slot"
+
+
+def test_a_layer_that_runs_twice_in_a_step(path, name, whole):
+    """The second run finds the experts that the first has moved; most of both runs' experts are cold at first."""
+    ids = tiny.golden(name)["ids"].astype(np.int32)
+    model, store = spark(path, whole, 0.0)
+    e, random = model.config.experts, np.random.default_rng(5)
+    pairs = [(x.layers[i], i) for i in store.layers for x in (whole.weights, model.weights)]
+    rows = random.normal(size=(2, 24, model.config.hidden)).astype(np.float32)
+
+    def outputs(m, w):
+        weights = ExpertWeights(w.router, w.experts_gate_up, w.experts_down, w.gate_up, w.down)
+        made = [upload(x[i : i + 1], m.ops.context.stream) for i in range(24) for x in rows]
+        return [m.ops.read(m.ops.moe_ffn(Array(rows[0, :1].shape, x.address), weights, e.top_k)) for x in made]
+
+    model.ops.read(model.forward(model.new_state(tiny.CAPACITY), Step.chain(ids[:1], 0)))
+    before = store.stats().evictions
+    for expected, own in zip(pairs[::2], pairs[1::2], strict=True):
+        want = outputs(whole, expected[0])
+        got = store.step(outputs, 1, 1, lambda w=own[0]: outputs(model, w))
+        assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+    assert store.stats().evictions > before + 8
+    assert all(np.array_equal(held, own) for held, own in contents(store))
 
 
 def test_counts(path, name, whole):
