@@ -74,7 +74,7 @@ class Layer:
         return int(self.memory.address + int(self.slots[e]) * self.size + self.offsets[part])
 
     def copy(self, to, from_, n, kind):
-        cupy.cuda.runtime.memcpyAsync(to, from_, n, kind, self.stream.ptr)
+        cupy.cuda.runtime.memcpyAsync(int(to), int(from_), n, kind, self.stream.ptr)  # CuPy refuses NumPy's integers
         self.stream.synchronize()
 
     def copy_table(self, part, e, address):
