@@ -212,5 +212,6 @@ class ExpertStore:
 
     def close(self) -> None:
         """Wait for all copies, and read the counters."""
-        self._read()
+        if self.is_open:
+            self._read()
         self.copies.synchronize()

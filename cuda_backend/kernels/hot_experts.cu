@@ -8,11 +8,12 @@
 //           the tables. keep: after the step, a CTA per layer updates the state. count: the same for a prompt, one layer
 // Numbers   the products read the same bytes from either memory: exchanges change no result
 // Bound     fetch: the link to the host, each byte once
-// Tried     by simulation of 256 experts of which 60 % or 30 % have slots, hits against 81.6 and 56.7 %; nothing on a GPU yet
-//           the host copies an expert after three misses, on another stream -> 75.0 and 44.9 %
-//           spare slots, evicted before they are needed: two, four, six per layer -> 80.9, 80.6, 80.0 % with 60 %
-//           exchanges that the host notes four steps later, with four spare slots -> 77.2 % with 60 %
-//           a plain LRU cache of each layer -> 79.2 and 51.8 %
+// Tried     Laguna-XS.2, one row on an H200, with 60 % and 30 % of the experts in slots; more in docs/experiments/mixtures.md.
+//           the host copies an expert after three misses, on another stream -> 199 and 118 tok/s against 263 and 147
+//           by simulation, spare slots that are evicted before they are needed: two, four, six per layer -> 80.9, 80.6, 80.0 % hits with
+//             60 % against 81.6
+//           by simulation, exchanges that the host notes four steps later, with four spare slots -> 77.2 % against 81.6
+//           by simulation, a plain LRU cache of each layer -> 79.2 and 51.8 % against 81.6 and 56.7
 
 #ifndef CHOOSES
 #define CHOOSES 0
