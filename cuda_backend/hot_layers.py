@@ -4,6 +4,7 @@ The host never decides an exchange: kernels/hot_experts.cu does, in the order of
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import cupy
 import numpy as np
@@ -24,27 +25,27 @@ FADE = 0.985
 COPIERS = 64  # CTAs that copy experts, 16 KiB each at a time: enough for the link, and others stay free
 
 
-class Counts:
-    """Numbers that the kernels have counted since the start, by layer.
+class Counts(NamedTuple):
+    """Numbers that the kernels have counted since the start, by layer: int64, but the slots int32.
 
-    uses       (layers, experts) int64
-    slots      (layers, experts) int32: slot of each expert, -1 of cold ones
-    needed     experts that a layer needed, once per step, by layer; likewise those that were cold in steps of few rows
-    in_prompts experts that were cold in prefill steps, by layer
-    exchanges  experts that replaced others, by layer
+    slots       (layers, experts): slot of each expert now, -1 of cold ones
+    uses        (layers, experts)
+    needed      (layers,): experts that a layer needed, once per step
+    cold        (layers,): those of them that were cold, in steps of few rows
+    in_prompts  (layers,): those of them that were cold, in prefill steps
+    exchanges   (layers,): experts that took the slots of others
     """
 
-    def __init__(self, uses: np.ndarray, slots: np.ndarray, counts: np.ndarray):
-        self.uses, self.slots = uses, slots
-        self.needed, self.cold, self.in_prompts, self.exchanges = counts.T
+    slots: np.ndarray
+    uses: np.ndarray
+    needed: np.ndarray
+    cold: np.ndarray
+    in_prompts: np.ndarray
+    exchanges: np.ndarray
 
 
 class HotLayers:
-    """The state of all layers with experts, on the device.
-
-    layers  in order, their stacks; `slots` (layers, experts) int32: slot of each expert at the start, -1 of cold ones
-    memory  addresses of the slots of each layer, and bytes of one
-    """
+    """The state of all layers with experts, on the device."""
 
     def __init__(
         self,
@@ -56,6 +57,15 @@ class HotLayers:
         row_ids: int,
         stream: Stream,
     ):
+        """Write the state of the start. Raises BimetalError for more than 512 experts.
+
+        stacks   the two of each layer
+        slots    (layers, experts) int32: slot of each expert, -1 of cold ones
+        memory   by layer, the address of the slots that hold its experts, and bytes of a slot
+        profile  uses that scores begin with; None: scores begin with zeros
+        layers   the layers' numbers in the profile
+        row_ids  most ids that a row chooses
+        """
         L, E = slots.shape
         if E > MOST:
             raise BimetalError(f"spark holds layers of at most {MOST} experts, and this model's have {E}")
@@ -114,7 +124,7 @@ class HotLayers:
             self._numbers(self.counts, np.int64),
         )
         self.stream.synchronize()
-        return Counts(uses, slots, counts)
+        return Counts(slots, uses, *counts.T)
 
     def _numbers(self, memory: Memory, dtype: type) -> np.ndarray:
         out: np.ndarray = np.empty((self.layers, memory.nbytes // np.dtype(dtype).itemsize // self.layers), dtype)
