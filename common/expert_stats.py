@@ -54,10 +54,10 @@ class ExpertStats:
     def __str__(self) -> str:
         slowest = max(range(len(self.waits)), key=lambda layer: self.waits[layer], default=0)
         waited = f"waited {self.wait:.2f} s" + (f", most in layer {slowest}" if self.wait else "")
-        reads = f"reads {self.read_p50 * 1e3:.2f} ms p50, {self.read_p95 * 1e3:.2f} ms p95"
+        reads = f"reads {self.read_p50 * 1e3:.2f} ms p50, {self.read_p95 * 1e3:.2f} ms p95, " if self.read_p95 else ""
         size = f"{self.peak / 1e9:.2f} of {self.budget / 1e9:.2f} GB"
         return (
-            f"experts: {self.hit_rate:.1%} hits, {self.bytes_per_token / 1e6:.1f} MB per token, {reads}, {waited}, "
+            f"experts: {self.hit_rate:.1%} hits, {self.bytes_per_token / 1e6:.1f} MB per token, {reads}{waited}, "
             f"{self.evictions} evictions, {size}"
         )
 

@@ -1,4 +1,4 @@
-"""Residency of a mixture's experts in memory: the policy that streaming from a disk and VRAM caches share.
+"""Residency of a mixture's experts in memory: the policy of streaming from a disk, and the first placement in VRAM.
 
 An expert slot holds one expert of one layer; layers whose experts are stored alike share their slots. Eviction is
 segmented LRU: an expert begins on probation, its second use protects it, and protected experts take at most
@@ -226,14 +226,6 @@ class Residency:
         self.counters.prefetched += len(loads)
         return tuple(loads)
 
-    def touch(self, layer: int, ids: Iterable[int]) -> None:
-        """Count one use of each of the experts `ids`, which a step has read from a slot or from elsewhere."""
-        pool = self._pool(layer)
-        for expert in ids:
-            key = Key(layer, expert)
-            if (entry := pool.find(key)) is not None:
-                self._touch(pool, key, entry)
-
     def finish(self, load: Load) -> None:
         """Report that the expert is in its slot."""
         entry = self._pool(load.key.layer).find(load.key)
@@ -273,30 +265,6 @@ class Residency:
             for key in list(pool.probation)[-int(PROTECTED * pool.slots) :]:
                 pool.probation[key].uses = 1
                 self._touch(pool, key, pool.probation[key])
-        return tuple(loads)
-
-    def swap(self, counts: np.ndarray, max_loads: int, least_gain: int = 1) -> tuple[Load, ...]:
-        """Choose up to `max_loads` loads of cold experts into slots of resident ones of their layer with lower counts.
-
-        Pairs the layer's least counted resident expert with its most counted cold one, and so on; a pair counts where
-        the cold one has at least `least_gain` more. The largest gains come first.
-        """
-        pairs = []
-        for layer, size in enumerate(self.sizes):
-            held = [e for e in self.resident(layer).tolist() if size and Key(layer, e) not in self._pinned]
-            cold = [e for e in range(self.experts) if size and self.where(layer, e) is Where.COLD]
-            held.sort(key=lambda e: (counts[layer, e], -e))
-            cold.sort(key=lambda e: (-counts[layer, e], e))
-            for leaving, coming in zip(held, cold, strict=False):
-                gain = int(counts[layer, coming] - counts[layer, leaving])
-                if gain < least_gain:
-                    break
-                pairs.append((-gain, layer, leaving, coming))
-        loads = []
-        for _, layer, leaving, coming in sorted(pairs)[:max_loads]:
-            load = self._allot(self._pool(layer), Key(layer, coming), Key(layer, leaving))
-            assert load is not None
-            loads.append(load)
         return tuple(loads)
 
     # -- slots ---------------------------------------------------------------------------------------------------------

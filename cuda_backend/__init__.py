@@ -47,6 +47,7 @@ Memory, weights and states
     caches/               what a pool holds: keys and values, windows, latents, recurrent states; pages and formats
     exact.py              the rows of a compressed cache that attention reads as uncompressed float16
     experts.py            hot experts in GPU memory, all experts in host memory
+    hot_layers.py         the slots of hot experts, which kernels exchange
     expert_stacks.py      the experts in host memory, and the tables of their addresses
 
 Several GPUs

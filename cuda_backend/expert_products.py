@@ -69,8 +69,10 @@ def grouped_linear(
             packed, squares = packed_for_product(x, how) if x.T <= MAX_DECODE_ROWS else (x.as_packed(how), 0)
             ctas, _, shared = expert_ring(card, s.type, g.cols)
             cut = s.rows, s.row_blocks, s.k_blocks, partials, inverse(s.row_blocks), inverse(partials)
-            rows = pairs_per_row, groups_ready, packed_size(s.columns, 1, how), *row_norm(squares, s, x)
-            kernel("experts", "experts", expert_defines(card, s.type, g.cols), shared)(
+            # hot_experts.cu may have written the table shortly before
+            known = groups_ready and not s.moved
+            rows = pairs_per_row, known, packed_size(s.columns, 1, how), *row_norm(squares, s, x)
+            kernel("experts", "experts", (*expert_defines(card, s.type, g.cols), *_moved(s)), shared)(
                 (min(ctas * card.sms, g.max_groups * s.row_blocks * partials),),
                 (288,),
                 (s.matrices(behind.memory.address), packed, at, *cut, size, N, g.groups, g.order, *rows),
@@ -159,13 +161,17 @@ def _single(
     stack = s.matrices(behind.memory.address), np.zeros((), CHOICE) if choice is None else choice
     row = x.packed, x.stride, view(x.array) if x.array else NOTHING
     cut = s.rows, s.columns, s.k_blocks, parts, inverse(parts), matrices * row_stride, row_stride
-    kernel("single", "single", (*single_defines(card, s.type), f"PER={per}", *chosen), shared)(
+    kernel("single", "single", (*single_defines(card, s.type), f"PER={per}", *chosen, *_moved(s)), shared)(
         (parts, s.row_blocks, matrices),
         (288,),
         (*stack, *row, out, *cut, *norm),
         shared_mem=shared,
         stream=context.stream,
     )
+
+
+def _moved(s: Segment) -> tuple[str, ...]:
+    return ("MOVED=1",) if s.moved else ()
 
 
 def _cuts(w: Weight, matrices: int, card: Card) -> int:

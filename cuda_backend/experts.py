@@ -1,89 +1,58 @@
 """Hot experts in GPU memory, all experts in pinned host memory.
 
-Kernels read an expert at the address in a table: in a slot of GPU memory, or in host memory over the link, each byte
-once per step. Whether experts are resident therefore changes neither the step's graph nor any bit of its result. Steps
-write the experts that their rows chose to a log. Between steps the host reads the log and starts copies of experts that
-were missed repeatedly, on a separate stream; when a copy has completed, the host updates the table.
+Kernels read an expert at the address in a table: in a slot of GPU memory, or in host memory over the link. Whether
+experts are resident therefore changes neither the step's graph nor any bit of its result. Before the products of a
+layer a kernel exchanges experts (hot_layers.py): each cold one that the rows chose takes the slot of a resident one
+that was used less. The host only reads counts. A step of a prompt copies a layer's cold experts to a buffer instead.
 """
 
-import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import cupy
 import numpy as np
 
 from common.errors import BimetalError
 from common.expert_stats import ExpertStats
-from common.experts import Load, Residency
+from common.experts import Residency
 from common.hot_experts import HotExperts, HotSizes, check_hot
 from common.step import MAX_DECODE_ROWS
 from cuda_backend.expert_stacks import DOWN, GATE_UP, Stack, Staging, Tables, copy, parts_of_expert, to_host
 from cuda_backend.host_memory import HostMemory
+from cuda_backend.hot_layers import HotLayers
 from cuda_backend.launch import Stream
 from cuda_backend.memory import Memory
 from cuda_backend.weights import Weight
 
 R = TypeVar("R")
 
-LOGS = 4  # most steps whose logs have not been counted yet
-TURNS = 8  # steps in which the recency of all layers' experts is updated once, some layers in each step
-# Misses of an expert, each faded by FADE per step, from which it is copied to a slot. Tried, by simulation of 256
-# experts of which 60 % or 30 % have slots: from the first miss on -> 6.1 and 20.1 experts over the link per token and 8
-# layers against 4.4 and 12.5, hits 95.1 % and 83.8 % against 94.1 % and 83.6 %; 1.5 misses, 0.98 -> 4.6 and 13.5
-MISSES = 2.5
-FADE = 0.995
-COPIES = 8  # experts copied at the same time: more would take the link's bandwidth from misses
-SWAPS = 64  # most experts swapped between two requests
 LINK_BYTES = 1 << 28  # size of the copy that measures the link
-SWAP_GAIN = 8  # uses that an expert must have more than the one whose slot it takes
-
-
-class Logged(NamedTuple):
-    """The experts that a step's rows chose.
-
-    done         recorded after the copy of the log
-    ids          by layer, `ids_per_row` for each row, in pinned memory that is filled once `done` has happened: int32
-    rows         rows of the step without padding
-    ids_per_row  by layer, ids that a row logs; the last may be a shared expert's number
-    resident     (layers, experts) at the step
-    """
-
-    done: cupy.cuda.Event
-    ids: np.ndarray
-    rows: int
-    ids_per_row: np.ndarray
-    resident: np.ndarray
-
-
-class Copying(NamedTuple):
-    """An expert that is being copied to its slot, between two events."""
-
-    load: Load
-    begun: cupy.cuda.Event
-    done: cupy.cuda.Event
 
 
 class ExpertStore:
     """The experts of one model; one thread owns it.
 
     layers     layers that have experts, in order
-    residency  which experts are in slots, once `open` has been called
+    residency  which experts are in slots at the start, and the counters, once `open` has been called
+    slots      by layer of `layers`, the slot of each expert, -1 of cold ones, when they were last read from the device
     """
 
     residency: Residency
+    slots: np.ndarray
 
     def __init__(self, budget: HotExperts, stream: Stream):
         self.budget, self.stream, self.copies = budget, stream, Stream()
         self.stacks: dict[int, list[Stack]] = {}
         self.layers: list[int] = []
         self.is_open = False
-        self.copying: list[Copying] = []
-        self.logged: deque[Logged] = deque()
-        self.logs: weakref.WeakSet[Any] = weakref.WeakSet()  # step functions that write a log
+        self.fetched: set[int] = set()  # layers of the step that is being launched or captured
+        self.fetching: weakref.WeakSet[Any] = weakref.WeakSet()  # step functions whose graphs fetch experts
+        self.has_changed = False  # whether a step may have exchanged experts since `slots` was read
+        self.counts_step = False  # whether a layer of the step that is being launched has counted experts
+        self.copied = 0  # bytes that the host has copied to the device
         self.waits: deque[tuple[int, cupy.cuda.Event, cupy.cuda.Event]] = deque()
 
     # -- loading -------------------------------------------------------------------------------------------------------
@@ -114,37 +83,51 @@ class ExpertStore:
         self.residency = Residency(self.experts, sizes, self.budget.used, slots, self.budget.profile)
         slots_of = self.residency.slots
         self.memory = {size: Memory(size * slots_of[size]) for size in sorted(set(sizes)) if size}
-        self.tables = Tables(self.stream)
-        self.row_ids = self.budget.used + 1  # most ids per row: a shared expert's number is the last
-        self.ids_per_row = np.full(
-            len(self.layers), self.budget.used
-        )  # ids that a row of a layer logs in steps of few rows
-        self.prompt_ids_per_row = np.zeros_like(
-            self.ids_per_row
-        )  # in a step of a prompt; 0: it ran the layer for few rows alone
-        most = len(self.layers) * MAX_DECODE_ROWS * self.row_ids
-        self.log = Memory(4 * most)
-        self.pinned = itertools.cycle([HostMemory(4 * most, "a log") for _ in range(LOGS)])
-        self.prompt: HostMemory | None = None
-        self.prompt_ids: np.ndarray | None = None  # ids by layer, of a prefill step that is being launched
-        self.resident = np.zeros((len(self.layers), self.experts), bool)
-        self.uses, self.misses = (np.zeros(self.resident.shape, t) for t in (np.int64, np.float32))
-        self.turn = 0
+        self.slots = self._place()
+        row_ids = self.budget.used + 1  # most ids per row: a shared expert's number is the last
+        stacks, memory = [self.stacks[layer] for layer in self.layers], [self._memory(layer) for layer in self.layers]
+        self.hot = HotLayers(stacks, self.slots, memory, self.budget.profile, self.layers, row_ids, self.stream)
         self.is_open = True
-        self._start(self.residency.preload())
-        self.copies.synchronize()
-        self._land()
+
+    def _place(self) -> np.ndarray:
+        """Copy the first experts to their slots; return the slot of each expert, -1 of cold ones."""
+        slots, entries = np.full((len(self.layers), self.experts), -1, np.int32), []
+        for load in self.residency.preload():
+            layer, expert = load.key
+            address, size = self._memory(layer)
+            for s, host, slot in parts_of_expert(self.stacks[layer], expert, address + load.slot * size):
+                copy(slot, host, s.expert_bytes, self.stream)
+                assert s.places
+                entries.append((s.places.address + 8 * expert, slot))
+            self.residency.finish(load)
+            self.copied += size
+            slots[self.layers.index(layer), expert] = load.slot
+        Tables(self.stream).write(entries)
+        self.stream.synchronize()
+        return slots
 
     def _slot_bytes(self, layer: int) -> int:
         return sum(stack.slot_bytes for stack in self.stacks.get(layer, ()))
 
+    def _memory(self, layer: int) -> tuple[int, int]:
+        """Return the address of the slots that hold the layer's experts, and the bytes of one."""
+        size = self._slot_bytes(layer)
+        return self.memory[size].address, size
+
     # -- what ops ask during a step ------------------------------------------------------------------------------------
 
-    def log_of(self, layer: int, T: int, ids_per_row: int) -> int:
-        """Return the address to which a step of T rows writes the ids of a layer: (T, ids_per_row) int32."""
-        i, self.writes_log = self.layers.index(layer), True
-        self.ids_per_row[i] = ids_per_row
-        return self.log.address + 4 * i * T * self.row_ids
+    def fetch(self, layer: int, choice: np.ndarray, ids: int, step: int, T: int, k: int) -> None:
+        """Exchange experts before a step of T rows multiplies by them: `HotLayers.fetch`."""
+        if layer in self.fetched:  # a second time in one step: its exchanges must have been noted
+            self._keep()
+        self.fetched.add(layer)
+        self.counts_step = True
+        self.hot.fetch(self.layers.index(layer), choice, ids, step, T, k)
+
+    def count_prompt(self, layer: int, ids: int, step: int, T: int, k: int) -> None:
+        """Count the experts (T, k) int32 at `ids` that a prefill step chose."""
+        self.counts_step = True
+        self.hot.count(self.layers.index(layer), ids, step, T, k)
 
     @contextmanager
     def staged(self, weight: Weight) -> Iterator[Weight]:
@@ -166,22 +149,11 @@ class ExpertStore:
             self._bring(following, which)
 
     def _bring(self, layer: int, place: int) -> None:
-        slots = self.residency.tables[layer]
-        size = self._slot_bytes(layer)
-        places = np.uint64(self.memory[size].address) + slots.clip(0).astype(np.uint64) * np.uint64(size)
+        slots = self.slots[self.layers.index(layer)]
+        address, size = self._memory(layer)
+        places = np.uint64(address) + slots.clip(0).astype(np.uint64) * np.uint64(size)
         copied = self.staging.begin(layer, place, np.where(slots >= 0, places, np.uint64(0)))
-        self.residency.counters.bytes_read += copied
-
-    def log_prompt(self, layer: int, ids: int, T: int, ids_per_row: int) -> None:
-        """Copy a layer's ids (T, ids_per_row) int32 of a prefill step to the host, in the order of the stream."""
-        nbytes, L, i = 4 * T * ids_per_row, len(self.layers), self.layers.index(layer)
-        if self.prompt is None or self.prompt.nbytes < nbytes * L:
-            self._count_all()
-            self.prompt = HostMemory(nbytes * L, "a log")
-        runtime, at = cupy.cuda.runtime, self.prompt.address + nbytes * i
-        runtime.memcpyAsync(at, ids, nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
-        self.prompt_ids_per_row[i] = ids_per_row
-        self.prompt_ids = self.prompt.numbers()[: L * T * ids_per_row].reshape(L, -1)
+        self.copied += copied
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
@@ -189,134 +161,43 @@ class ExpertStore:
         """Call `run`, which launches a step of `rows` real rows, padded to T; returns the result of `run`."""
         if not self.is_open:
             return run()
-        if T > MAX_DECODE_ROWS:
-            self._count_all()  # the log of the preceding prefill step is in the same memory
-        self._advance()
-        self.writes_log, self.prompt_ids = False, None
-        self.prompt_ids_per_row[:] = 0
-        self.staging.held = [None, None]  # the tables have changed since a step that failed
-        out = run()
-        if self.writes_log:
-            self.logs.add(fn)
-        if self.prompt_ids is not None or (T <= MAX_DECODE_ROWS and fn in self.logs):
-            self.residency.next_step(rows)
-            ids, done = self._ids(T), cupy.cuda.Event(disable_timing=True)
-            self.stream.record(done)
-            taken = self.ids_per_row if self.prompt_ids is None else self.prompt_ids_per_row
-            self.logged.append(Logged(done, ids, rows, taken.copy(), self.resident.copy()))
-        return out
-
-    def _count_all(self) -> None:
-        """Count the logs of all steps so far."""
-        while self.logged:
-            self.logged[0].done.synchronize()
-            self._count(self.logged.popleft())
-
-    def _ids(self, T: int) -> np.ndarray:
-        """Return the memory for the ids of the step that has just been launched."""
-        if self.prompt_ids is not None:
-            return self.prompt_ids
-        if len(self.logged) == LOGS:
-            self.logged[0].done.synchronize()
-            self._count(self.logged.popleft())
-        memory, count, runtime = next(self.pinned), len(self.layers) * T * self.row_ids, cupy.cuda.runtime
-        kind = runtime.memcpyDeviceToHost
-        runtime.memcpyAsync(memory.address, self.log.address, 4 * count, kind, self.stream.ptr)
-        return memory.numbers()[:count].reshape(len(self.layers), -1)
-
-    def _advance(self) -> None:
-        """Count the logs of steps, write tables of completed copies, and begin others."""
-        while self.logged and self.logged[0].done.done:
-            self._count(self.logged.popleft())
         while self.waits and self.waits[0][2].done:
             layer, before, after = self.waits.popleft()
             self.residency.counters.waits[layer] += cupy.cuda.get_elapsed_time(before, after) / 1e3
-        self._land()
-        self._start(self._chosen())
+        if T > MAX_DECODE_ROWS and self.has_changed:
+            self._read()  # prefill copies those experts that are not in slots
+        self.staging.held = [None, None]  # experts have changed since a step that failed
+        self.fetched.clear()
+        self.counts_step = False
+        try:
+            return run()
+        finally:
+            if self.fetched:
+                self.fetching.add(fn)
+            if fn in self.fetching:
+                self._keep()
+            if self.counts_step or fn in self.fetching:
+                self.residency.next_step(rows)
 
-    def _count(self, step: Logged) -> None:
-        L, E, counters = len(self.layers), self.experts, self.residency.counters
-        at = np.arange(step.rows)[:, None] * step.ids_per_row[:, None, None] + np.arange(self.budget.used)
-        ids = np.take_along_axis(step.ids, at.reshape(L, -1), 1)
-        flat = ids.clip(0, E - 1) + E * np.arange(L)[:, None]
-        uses = np.bincount(flat.ravel(), minlength=L * E).reshape(L, E) * (step.ids_per_row > 0)[:, None]
-        missed = (uses > 0) & ~step.resident
-        counters.hits += int(np.count_nonzero(uses) - np.count_nonzero(missed))
-        counters.misses += int(np.count_nonzero(missed))
-        if step.rows <= MAX_DECODE_ROWS:  # a prefill step counts its copies itself
-            sizes = [self._slot_bytes(layer) for layer in self.layers]
-            counters.bytes_read += int(np.count_nonzero(missed, axis=1) @ np.array(sizes, np.int64))
-            self.misses *= FADE
-            self.misses += missed
-        self.residency.counts[self.layers] += uses
-        self.uses += uses
+    def _keep(self) -> None:
+        self.hot.keep()
+        self.fetched.clear()
+        self.has_changed = True
 
-    def _chosen(self) -> list[Load]:
-        """Choose the experts to copy now, from the layers of this step."""
-        loads: list[Load] = []
-        for i in range(self.turn % TURNS, len(self.layers), TURNS):
-            layer = self.layers[i]
-            self.residency.touch(layer, np.flatnonzero(self.uses[i]).tolist())
-            self.uses[i] = 0
-            missed = np.flatnonzero(self.misses[i] >= MISSES)
-            room = COPIES - len(self.copying) - len(loads)
-            if missed.size and room > 0:
-                best = missed[np.argsort(-self.misses[i, missed], kind="stable")][:room]
-                loads += self.residency.prefetch(layer, best.tolist())
-                self.misses[i, best] = 0
-        self.turn += 1
-        return loads
-
-    def _start(self, loads: Sequence[Load]) -> None:
-        """Start copies to slots; they wait until no step reads the experts that were in these slots."""
-        if not loads:
-            return
-        left = [load.replaces for load in loads if load.replaces is not None]
-        entries = []
-        for layer, expert in left:
-            self.resident[self.layers.index(layer), expert] = False
-            entries += [self._entry(s, expert, host) for s, host, _ in self._parts(layer, expert)]
-        self.tables.write(entries)
-        free = cupy.cuda.Event(disable_timing=True)
-        self.stream.record(free)
-        self.copies.wait(free)
-        for n, load in enumerate(loads):
-            begun, done = (cupy.cuda.Event() for _ in range(2))
-            self.copies.record(begun)
-            try:
-                for s, host, slot in self._parts(load.key.layer, load.key.expert, load.slot):
-                    copy(slot, host, s.expert_bytes, self.copies)
-            except BimetalError as error:
-                for other in loads[n:]:
-                    self.residency.abandon(other)
-                raise BimetalError(f"expert {load.key.expert} of layer {load.key.layer}: {error}") from None
-            self.copies.record(done)
-            self.copying.append(Copying(load, begun, done))
-
-    def _land(self) -> None:
-        """Write the table entries of experts whose copies have completed since the last call."""
-        landed = list(itertools.takewhile(lambda copying: copying.done.done, self.copying))
-        self.copying = self.copying[len(landed) :]
-        entries = []
-        for load, begun, done in landed:
-            (layer, expert), counters = load.key, self.residency.counters
-            self.residency.finish(load)
-            counters.bytes_read += self._slot_bytes(layer)
-            counters.reads.append(cupy.cuda.get_elapsed_time(begun, done) / 1e3)
-            self.resident[self.layers.index(layer), expert] = True
-            entries += [self._entry(s, expert, slot) for s, _, slot in self._parts(layer, expert, load.slot)]
-        self.tables.write(entries)
-
-    def _parts(self, layer: int, expert: int, slot: int = 0) -> Iterator[tuple[Any, int, int]]:
-        size = self._slot_bytes(layer)
-        return parts_of_expert(self.stacks[layer], expert, self.memory[size].address + slot * size)
-
-    def _entry(self, segment: Any, expert: int, address: int) -> tuple[int, int]:
-        return segment.places.address + 8 * expert, address
+    def _read(self) -> None:
+        """Wait for all steps, and read slots and counts from the device."""
+        now, counters = self.hot.read(), self.residency.counters
+        self.slots, self.has_changed = now.slots, False
+        self.residency.counts[self.layers] = now.uses
+        counters.misses = int(now.cold.sum() + now.in_prompts.sum())
+        counters.hits = int(now.needed.sum()) - counters.misses
+        counters.evictions = int(now.exchanges.sum())
+        sizes = np.array([self._slot_bytes(layer) for layer in self.layers], np.int64)
+        counters.bytes_read = self.copied + int(now.cold @ sizes)
 
     def stats(self, earlier: ExpertStats | None = None) -> ExpertStats:
         """Return the counters of experts, or their growth since `earlier`."""
-        self._count_all()
+        self._read()
         return self.residency.counters.stats(earlier)
 
     def link_rate(self) -> float:
@@ -326,13 +207,11 @@ class ExpertStore:
     # -- between requests ----------------------------------------------------------------------------------------------
 
     def begin_request(self) -> ExpertStats:
-        """Give slots to the experts that requests have used most, and return the counters so far."""
-        stats = self.stats()
-        if not self.copying:
-            self._start(self.residency.swap(self.residency.counts, SWAPS, SWAP_GAIN))
-        return stats
+        """Return the counters so far."""
+        return self.stats()
 
     def close(self) -> None:
-        """Wait for all copies."""
-        self._count_all()
+        """Wait for all copies, and read the counters."""
+        if self.is_open:
+            self._read()
         self.copies.synchronize()

@@ -101,12 +101,15 @@ def _chosen(
     if context.routing and experts.gate_up.layer is not None:  # the router runs for its time; its choice is not used
         logits = context.routing.logits_of(experts.gate_up.layer, x.shape[0])
     router = router._replace(gate=rows.linear(context, x, shared_gate) if shared_gate else None)
-    log = _log(context, experts.gate_up, x.shape[0], router.ids_per_row)
     at_once = x.shape[0] == 1 and router.top_k <= 31 and matrix.rows <= 512
     if at_once and is_packed(experts.gate_up) and is_packed(experts.down):
         weights = Array((1, router.ids_per_row), context.arena.take(4 * router.ids_per_row))
-        return _experts_of_one(context, x, experts, _choice(context, logits, router, weights, log), weights)
-    ids, weights = _route(context, logits, router, log)
+        choice = _choice(context, logits, router, weights)
+        _fetch(context, experts.gate_up, choice, 0, 1, router.top_k)
+        return _experts_of_one(context, x, experts, choice, weights)
+    ids, weights = _route(context, logits, router)
+    if x.shape[0] <= MAX_DECODE_ROWS:
+        _fetch(context, experts.gate_up, np.zeros((), CHOICE), ids.address, x.shape[0], router.ids_per_row)
     return _experts(context, x, experts, ids.owner, weights)
 
 
@@ -124,7 +127,7 @@ def _experts(context: Context, x: Array, experts: Experts, groups: Groups, weigh
     gate_up, down, shared_gate_up, shared_down = experts
     F = gate_up.rows // 2
     if T > MAX_DECODE_ROWS and context.experts and gate_up.layer is not None:
-        context.experts.log_prompt(gate_up.layer, groups.ids, T, k)
+        context.experts.count_prompt(gate_up.layer, groups.ids, _step_address(context), T, k)
     with _for_rows(context, gate_up, T) as w:
         y = grouped_linear(context, rows.as_lazy(context, x), w, groups, k, shared_gate_up, groups_ready=False)
     x = rows.swiglu(context, y[:, :F], y[:, F:])
@@ -133,11 +136,15 @@ def _experts(context: Context, x: Array, experts: Experts, groups: Groups, weigh
     return Array((T, down.rows), lazy=_sum_of_experts(context, y, weights))
 
 
-def _log(context: Context, experts: Weight, T: int, ids_per_row: int) -> int:
-    """Return the address to which a step of T rows writes the experts that it chooses; 0: they are not logged."""
-    if context.experts is None or experts.layer is None:
-        return 0
-    return context.experts.log_of(experts.layer, T, ids_per_row)
+def _fetch(context: Context, experts: Weight, choice: np.ndarray, ids: int, T: int, ids_per_row: int) -> None:
+    """Let cold experts that T rows chose take slots: cuda_backend/hot_layers.py fetch."""
+    if context.experts and experts.layer is not None:
+        context.experts.fetch(experts.layer, choice, ids, _step_address(context), T, ids_per_row)
+
+
+def _step_address(context: Context) -> int:
+    step = context.replay.active
+    return step.address if step else 0
 
 
 def _for_rows(context: Context, experts: Weight, T: int) -> AbstractContextManager[Weight]:
@@ -194,8 +201,8 @@ EXPERTS = Op("experts", _emit_experts)
 # -- routing -----------------------------------------------------------------------------------------------------------
 
 
-def _route(context: Context, logits: Array, router: Router, log: int = 0) -> tuple[Array, Array]:
-    """Compute ids, at address `log` if given, and weights (T, ids_per_row); a shared expert, number E, is last."""
+def _route(context: Context, logits: Array, router: Router) -> tuple[Array, Array]:
+    """Compute ids and weights (T, ids_per_row); a shared expert, number E, is last."""
     T, E = logits.shape
     if E > 512:
         raise BimetalError(f"a router chooses among {E} experts; the CUDA kernels take at most 512")
@@ -203,24 +210,22 @@ def _route(context: Context, logits: Array, router: Router, log: int = 0) -> tup
     k, matrices = router.ids_per_row, E + router.shared
     pairs, cols = T * k, 8 if T <= MAX_DECODE_ROWS else PREFILL_COLS
     most = min(pairs, matrices) + pairs // cols
-    ids = log or arena.take(pairs * 4)
-    groups, order = (arena.take(n) for n in (16 * (1 + most), pairs * 4))
+    ids, groups, order = (arena.take(n) for n in (pairs * 4, 16 * (1 + most), pairs * 4))
     weights = Array((T, k), arena.take(pairs * 4))
     choice = _choice(context, logits, router, weights)
     kernel("moe", "route", (f"PER={-(-E // 32)}",))((T,), (32,), (choice, ids), stream=stream)
-    step = context.replay.active
-    args = ids, step.address if step else 0, T, k, matrices, cols, groups, order
+    args = ids, _step_address(context), T, k, matrices, cols, groups, order
     kernel("moe", "group")((1,), (1024,), args, shared_mem=12 * matrices, stream=stream)
     table = Groups(ids, groups, order, pairs, most, cols, k if T <= MAX_DECODE_ROWS else 0)
     return Array((T, k), ids, owner=table, dtype=np.int32), weights
 
 
-def _choice(context: Context, logits: Array, router: Router, weights: Array, ids: int = 0) -> np.ndarray:
+def _choice(context: Context, logits: Array, router: Router, weights: Array) -> np.ndarray:
     """Make the struct Choice of kernels/choose.cuh."""
     plain = logits if logits.is_dense or lazy_of(logits) else rows.dense(context, logits)
     gate = view(router.gate) if router.gate else NOTHING
     sizes = logits.shape[1], router.top_k, router.shared, router.gate is not None
-    return np.array((plain.address, router.bias, weights.address, ids, gate, *sizes, router.scale), CHOICE)
+    return np.array((plain.address, router.bias, weights.address, gate, *sizes, router.scale), CHOICE)
 
 
 # -- a matrix per head -------------------------------------------------------------------------------------------------

@@ -22,10 +22,14 @@ IN = _struct(("p", "u8"), *_named("i8", "partial_stride", "row", "head"), *_name
 OUT = _struct(*_named("u8", "dense", "packed", "product"), *_named("i4", "K", "cols", "groups", "fine", "whole"))
 ROPE = _struct(*_named("u8", "frequencies", "positions"), ("pairs", "i4"), ("magnitude", "f4"))
 CHOICE = _struct(
-    *_named("u8", "logits", "bias", "weights", "ids"),
+    *_named("u8", "logits", "bias", "weights"),
     ("gate", IN),
     *_named("i4", "E", "k", "shared", "gated"),
     ("scale", "f4"),
+)
+HOT_LAYER = _struct(  # kernels/hot_experts.cu
+    ("part", "(6,4)u8"),  # of an expert: addresses of its table and of the host's expert 0; bytes, offset in a slot
+    *_named("u8", "parts", "slots", "slot_bytes", "slot_of", "leaving", "exchanged", "seen", "score", "uses", "counts"),
 )
 MATRICES = _struct(*_named("u8", "first", "last", "table"), ("bytes", "i8"), ("count", "i4"))
 MATRIX = _struct(

@@ -66,8 +66,8 @@ HEADERS = (  # each header, and the kernels that need it, all of them after prel
     ("store.cuh", ("rows", "light", "pieces", "moe", "single", "delta", "delta_each", "exchange_norm")),
     ("sums.cuh", ("light", "exchange_norm")),
     ("peers.cuh", ("exchange", "exchange_norm")),
-    ("matrices.cuh", ("dense", "experts", "moe", "single")),
-    ("choose.cuh", ("moe", "single")),
+    ("matrices.cuh", ("dense", "experts", "hot_experts", "moe", "single")),
+    ("choose.cuh", ("hot_experts", "moe", "single")),
 )
 
 

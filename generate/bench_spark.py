@@ -67,6 +67,6 @@ class Measured:
         stats, slots = self.store.stats(self.before), sum(self.store.residency.slots.values())
         limit = self.link * stats.tokens / max(1, stats.bytes_read)
         return (
-            f"{slots} slots, {stats.hit_rate:.2%} hits, {stats.bytes_per_token / 1e6:.1f} MB per row of which "
-            f"{stats.prefetched} experts were copied; the link's {self.link / 1e9:.1f} GB/s allow {limit:.0f} rows/s"
+            f"{slots} slots, {stats.hit_rate:.2%} hits, {stats.bytes_per_token / 1e6:.1f} MB per row; "
+            f"{stats.evictions} experts moved to slots; the link's {self.link / 1e9:.1f} GB/s allow {limit:.0f} rows/s"
         )

@@ -355,7 +355,7 @@ class LLM:
     def expert_stats(self) -> ExpertStats | None:
         """Return the counters of streamed experts so far; None if all experts are in memory.
 
-        On CUDA the last few steps may be missing: the thread that owns the model counts them later.
+        On CUDA they are of the time when a request last began or ended: the thread that owns the model reads them then.
         """
         engine = self._loaded
         stream = None if engine is None else getattr(engine.model, "expert_stream", None)

@@ -88,14 +88,13 @@ def test_leaves_in_the_order_of_a_plain_cache(seed):
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.few(12)
 def test_a_step_keeps_its_experts_whatever_loads_beside_it(seed):
-    """With prefetches that are late, loads that fail, swaps and two sizes of experts."""
+    """With prefetches that are late, loads that fail and two sizes of experts."""
     rng = random.Random(seed)
     sizes = [0, 10, 30, 10]
     residency = Residency(E, sizes, USED, 10 * rng.randint(E, 3 * E) + 30 * rng.randint(E, 2 * E))
     flying, latest = [], {}
     for _ in range(80):
         residency.next_step(1)
-        counts = np.random.default_rng(seed).integers(0, 9, residency.counts.shape)
         for layer in (1, 2, 3):
             flying += residency.prefetch(layer, latest.get(layer, ()))
             while flying and rng.random() < 0.7:
@@ -110,8 +109,6 @@ def test_a_step_keeps_its_experts_whatever_loads_beside_it(seed):
                 residency.finish(load)
             flying = [load for load in flying if load not in placement.late]
             flying += residency.prefetch(layer, range(E))
-            for load in residency.swap(counts, 1):
-                residency.finish(load)
             for expert, slot in held.items():
                 assert residency.tables[layer][expert] == slot
             residency.release()
@@ -142,22 +139,6 @@ def test_a_prefetch_takes_what_two_steps_have_not_used():
     step(0, 4, 5)  # protected now
     step(0, 4, 5)
     assert [load.replaces for load in residency.prefetch(1, range(3, E))] == [Key(0, 0), Key(0, 1), Key(0, 2)]
-    check(residency)
-
-
-def test_touched_where_they_lie():
-    """A use of a resident expert protects it; experts that are cold stay cold, and nothing is loaded or counted."""
-    residency = Residency(E, [10], USED, 10 * E)
-    for load in residency.prefetch(0, [0]):
-        residency.finish(load)
-    (load,) = residency.ensure(0, np.array([3])).loads
-    residency.finish(load)
-    residency.release()
-    residency.touch(0, [3, 5])
-    (pool,) = residency.pools.values()
-    assert list(pool.protected) == [Key(0, 3)]
-    assert residency.where(0, 5) is Where.COLD
-    assert residency.counters.hits == 0
     check(residency)
 
 
@@ -192,21 +173,6 @@ def test_preload_leaves_the_most_used_for_last():
     assert residency.resident(1).tolist() == [5, 6]
     left = [load.replaces for load in residency.ensure(1, np.array([0, 1])).loads]
     assert left == [Key(0, 5), Key(0, 7)]  # used 3 and 4 times; 1 and 2 are cold
-    check(residency)
-
-
-def test_swap_takes_the_largest_gains():
-    residency = Residency(E, [10, 10], USED, 10 * E)
-    for layer in (0, 1):
-        for load in residency.ensure(layer, np.arange(4)).loads:
-            residency.finish(load)
-    residency.release()
-    counts = np.array([[5, 6, 7, 8, 9, 0, 0, 0], [1, 1, 1, 1, 3, 0, 0, 9]])
-    assert [(load.replaces, load.key) for load in residency.swap(counts, 2)] == [
-        (Key(1, 3), Key(1, 7)),
-        (Key(0, 0), Key(0, 4)),
-    ]
-    assert residency.swap(counts, 9, least_gain=3) == ()
     check(residency)
 
 

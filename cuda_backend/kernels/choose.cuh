@@ -13,11 +13,10 @@ __device__ __forceinline__ u32 ordered(float f) {
 }
 
 // k of E experts, by logits [T][E]; bias [E] is null for softmax. weights [T][k], or [T][k + 1] with a shared expert's,
-// which is the sigmoid of its logit in `gate` where it is gated, else 1. ids: address to which single.cu writes them, or null.
+// which is the sigmoid of its logit in `gate` where it is gated, else 1.
 struct Choice {
     const float *logits, *bias;
     float* weights;
-    int* ids;
     In gate;
     int E, k, shared_one, gated;
     float scale;
@@ -37,9 +36,9 @@ __device__ __forceinline__ void biases(float (&added)[PER], const Choice& of) {
 #define ADDRESSES (PER <= 8 ? PER : 1)
 __device__ __forceinline__ void places(u64 (&at)[ADDRESSES], const Matrices& of, bool some) {
     const int lane = threadIdx.x % 32;
-    if (PER > 8) prefetch_table(of);
+    if (PER > 8 && !MOVED) prefetch_table(of);
 #pragma unroll
-    for (int i = 0; i < ADDRESSES; i++) at[i] = PER <= 8 && some && i * 32 + lane < of.count ? of.table[i * 32 + lane] : 0;
+    for (int i = 0; i < ADDRESSES; i++) at[i] = PER <= 8 && some && i * 32 + lane < of.count ? address_at(of, i * 32 + lane) : 0;
 }
 
 // The address of expert `id`, for every lane.

@@ -74,7 +74,7 @@ experts(Matrices of, const u8* x, float* out, int N, int row_blocks, int k_block
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
-    if (warp == 8) prefetch_table(of);
+    if (warp == 8 && !MOVED) prefetch_table(of);
     if (!known) depend();  // the previous kernel also decides which weights are read
     release_next();        // not earlier: the next kernel reads the groups without waiting
     __syncthreads();

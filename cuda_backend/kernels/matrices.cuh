@@ -8,11 +8,20 @@ struct Matrices {  // cuda_backend/prototypes.py MATRICES
     int count;
 };
 
+// With MOVED, hot_experts.cu writes addresses up to the kernel before the previous one: a load must not find an older line in L1,
+// and products read the table of gates and ups only after waiting.
+#ifndef MOVED
+#define MOVED 0
+#endif
+__device__ __forceinline__ u64 address_at(const Matrices& of, int number) {
+    return MOVED ? __ldcg(of.table + number) : of.table[number];
+}
+
 // A matrix whose number has just been read. An address from the table is one more read to wait for: 0.4 us of a launch, even
 // after prefetch_table (docs/experiments/mixtures.md).
 __device__ __forceinline__ const u8* matrix_at(const Matrices& of, int number) {
     if (number >= of.count) return of.last;
-    return of.bytes ? of.first + number * of.bytes : (const u8*)of.table[number];
+    return of.bytes ? of.first + number * of.bytes : (const u8*)address_at(of, number);
 }
 // Prefetches the addresses that matrix_at will read. 16 addresses to a line, of 512 at most; by a warp.
 __device__ __forceinline__ void prefetch_table(const Matrices& of) {

@@ -54,14 +54,14 @@ single(Matrices of, Choice choice, const u8* x, s64 x_bytes, In y, Out out, int 
         u64 at[ADDRESSES];
         [[maybe_unused]] float p = 0.0f, total = 0.0f;
         biases(added, choice);
-        places(at, of, j < k);
+        if (!MOVED || MADE) places(at, of, j < k);
         if (!ahead || !BULK) depend();
+        if (MOVED && !MADE) places(at, of, j < k);  // the previous kernel may have written them
         int mine = 0;
-        [[maybe_unused]] int taken = 0;
         if (j < k || writes)
             total = choose(choice, choice.logits, writes ? k : j + 1, added, [&](int i, int id, float probability) {
                 if (i == j) mine = id;
-                if (i == lane) p = probability, taken = id;
+                if (i == lane) p = probability;
             });
         const u8* unit = j < k ? place_of(at, of, mine) : of.last;
 #else
@@ -94,7 +94,6 @@ single(Matrices of, Choice choice, const u8* x, s64 x_bytes, In y, Out out, int 
         if (writes) {
             depend();
             if (lane < k) choice.weights[lane] = p * choice.scale / total;
-            if (lane < k && choice.ids) choice.ids[lane] = taken;
             if (lane == k && choice.shared_one) choice.weights[k] = shared_weight(choice, 0);
         }
 #endif

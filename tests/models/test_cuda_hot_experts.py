@@ -1,5 +1,7 @@
 """Models of which the GPU holds some experts: the bits of the fully resident model, whatever the budget."""
 
+import ctypes
+
 import numpy as np
 import pytest
 import tiny
@@ -9,12 +11,14 @@ from common.errors import BimetalError
 from common.expert_profile import Profile
 from common.hot_experts import HotExperts
 from common.models import load_model
+from common.ops import ExpertWeights
 from common.step import PAST, Step
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuda_backend import experts  # noqa: E402
-from cuda_backend.memory import ALIGN  # noqa: E402
+from cuda_backend.arrays import Array  # noqa: E402
+from cuda_backend.expert_stacks import parts_of_expert  # noqa: E402
+from cuda_backend.memory import ALIGN, upload  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -99,17 +103,38 @@ def test_bits_of_the_resident_model(path, name, whole, share):
     model, store = spark(path, whole, share)
     for n, (out, want) in enumerate(zip(traffic(model, ids), expected, strict=True)):
         assert np.array_equal(out, want), f"step {n}"
-    assert not all((table >= 0).all() for table in store.residency.tables), "some experts are cold"
-    counters = store.residency.counters
-    assert counters.misses > 0
-    assert counters.bytes_read > 0
+    stats = store.stats()
+    assert (store.slots < 0).any(), "some experts are cold"
+    assert stats.misses > 0
+    assert stats.bytes_read > 0
     assert store.residency.held_bytes() + store.staging.nbytes <= store.budget.nbytes
 
 
-def test_what_moves_in_and_out(path, name, whole, monkeypatch):
-    """Experts change slots all the time, steps run ahead of copies, and every bit stays."""
-    monkeypatch.setattr(experts, "MISSES", 0.5)
-    monkeypatch.setattr(experts, "TURNS", 1)
+def contents(store):
+    """Yield for each part of an expert in a slot its bytes at the table's address, and those in host memory."""
+    runtime = cupy.cuda.runtime
+
+    def numbers(address, n, dtype=np.uint8):
+        out = np.empty(n, dtype)
+        runtime.memcpyAsync(out.ctypes.data, address, out.nbytes, runtime.memcpyDeviceToHost, store.stream.ptr)
+        store.stream.synchronize()
+        return out
+
+    address_of = {i: store._memory(layer) for i, layer in enumerate(store.layers)}
+    for i, layer in enumerate(store.layers):
+        for expert in range(store.experts):
+            address, size = address_of[i]
+            slot = address + max(0, int(store.slots[i, expert])) * size
+            for s, host, place in parts_of_expert(store.stacks[layer], expert, slot):
+                at = int(numbers(s.places.address + 8 * expert, 1, np.uint64)[0])
+                assert at == (place if store.slots[i, expert] >= 0 else host), (layer, expert)
+                if at != host:
+                    own = np.ctypeslib.as_array((ctypes.c_uint8 * s.expert_bytes).from_address(host))
+                    yield numbers(at, s.expert_bytes), own
+
+
+def test_what_moves_in_and_out(path, name, whole):
+    """Experts change slots all the time, and every bit stays: of results, and of the experts in slots."""
     ids = tiny.golden(name)["ids"].astype(np.int32)
     expected = traffic(whole, ids)
     model, store = spark(path, whole, 0.3)
@@ -117,8 +142,38 @@ def test_what_moves_in_and_out(path, name, whole, monkeypatch):
         for n, (out, want) in enumerate(zip(traffic(model, ids), expected, strict=True)):
             assert np.array_equal(out, want), f"step {n}"
         store.begin_request()
-    assert store.residency.counters.evictions > 0
-    assert store.residency.counters.prefetched > 0
+    assert store.stats().evictions > 0
+    assert all(np.array_equal(held, own) for held, own in contents(store))
+    places = [
+        (store._memory(layer), slot)
+        for layer, row in zip(store.layers, store.slots, strict=True)
+        for slot in row
+        if slot >= 0
+    ]
+    assert len(set(places)) == len(places), "two experts share a slot"
+
+
+def test_a_layer_that_runs_twice_in_a_step(path, name, whole):
+    """The second run finds the experts that the first has moved; most of both runs' experts are cold at first."""
+    ids = tiny.golden(name)["ids"].astype(np.int32)
+    model, store = spark(path, whole, 0.0)
+    e, random = model.config.experts, np.random.default_rng(5)
+    pairs = [(x.layers[i], i) for i in store.layers for x in (whole.weights, model.weights)]
+    rows = random.normal(size=(2, 24, model.config.hidden)).astype(np.float32)
+
+    def outputs(m, w):
+        weights = ExpertWeights(w.router, w.experts_gate_up, w.experts_down, w.gate_up, w.down)
+        made = [upload(x[i : i + 1], m.ops.context.stream) for i in range(24) for x in rows]
+        return [m.ops.read(m.ops.moe_ffn(Array(rows[0, :1].shape, x.address), weights, e.top_k)) for x in made]
+
+    model.ops.read(model.forward(model.new_state(tiny.CAPACITY), Step.chain(ids[:1], 0)))
+    before = store.stats().evictions
+    for expected, own in zip(pairs[::2], pairs[1::2], strict=True):
+        want = outputs(whole, expected[0])
+        got = store.step(outputs, 1, 1, lambda w=own[0]: outputs(model, w))
+        assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+    assert store.stats().evictions > before + 8
+    assert all(np.array_equal(held, own) for held, own in contents(store))
 
 
 def test_counts(path, name, whole):
@@ -130,14 +185,14 @@ def test_counts(path, name, whole):
         model.forward(state, Step.chain(ids[:n], state.length))
         state.commit(range(n))
         rows += n
-    store._count_all()
+    store.stats()
     used = model.config.experts.top_k
     assert store.residency.counts[store.layers].sum(axis=1).tolist() == [rows * used] * len(store.layers)
     assert store.residency.counters.tokens == rows
 
 
 def test_a_prompt_of_which_one_row_is_read(path, name, whole):
-    """Its last layer runs for few rows, and counts nothing; steps after it are counted as they route."""
+    """Its last layer runs for one row, and counts its experts; steps after it are counted as they route."""
     ids = tiny.golden(name)["ids"].astype(np.int32)
     model, store = spark(path, whole, 0.3)
     state = model.new_state(tiny.CAPACITY)
@@ -147,10 +202,10 @@ def test_a_prompt_of_which_one_row_is_read(path, name, whole):
     model.ops.read(model.forward(state, Step.chain(ids[3:140], 3), slice(136, 137)))
     state.commit(range(137))
     model.ops.read(model.forward(state, Step.chain(ids[140:141], 140)))
-    store._count_all()
+    store.stats()
     counts, used = store.residency.counts[store.layers], model.config.experts.top_k
     assert counts[:-1].sum(axis=1).tolist() == [141 * used] * (len(store.layers) - 1)
-    assert counts[-1].sum() == 4 * used
+    assert counts[-1].sum() == 5 * used
 
 
 def test_a_profile_places(path, name, whole):
@@ -161,38 +216,8 @@ def test_a_profile_places(path, name, whole):
     counts[sparse] = np.arange(count)
     _, store = spark(path, whole, 0.3, Profile(counts, whole.config.experts.top_k))
     for layer in sparse:
-        held = store.residency.resident(layer)
+        held = np.flatnonzero(store.slots[store.layers.index(layer)] >= 0)
         assert len(held) == 0 or held.min() >= count - len(held)
-
-
-def test_a_copy_that_fails(path, name, whole, monkeypatch):
-    """A copy that fails is one sentence, and what is computed later is right all the same."""
-    monkeypatch.setattr(experts, "MISSES", 0.5)
-    monkeypatch.setattr(experts, "TURNS", 1)
-    ids = tiny.golden(name)["ids"].astype(np.int32)
-    expected = tiny.run(whole, whole.new_state(tiny.CAPACITY), ids[:40], [1] * 40)
-    model, store = spark(path, whole, 0.3)
-
-    def failing(*_):
-        raise BimetalError("copying 5 bytes of experts to the GPU failed: injected")
-
-    state, out, failures = model.new_state(tiny.CAPACITY), [], 0
-    for i in range(40):
-        if i >= 16 and failures:
-            break
-        step = Step.chain(ids[i : i + 1], i)
-        with monkeypatch.context() as patch:
-            patch.setattr(experts, "copy", failing if i % 3 == 0 else experts.copy)
-            try:
-                out.append(model.ops.read(model.forward(state, step)))
-            except BimetalError as error:
-                failures += str(error).startswith("expert ") and str(error).count("failed") == 1
-                out.append(None)
-        out[-1] = model.ops.read(model.forward(state, step)) if out[-1] is None else out[-1]
-        state.commit([0])
-    assert failures > 0
-    assert np.array_equal(np.concatenate(out), expected[: len(out)])
-    assert store.residency.counters.prefetched > 0
 
 
 def test_budgets_that_are_refused(path, whole):

@@ -252,6 +252,7 @@ def product_builds(card: Card) -> list[Build]:
     """Products, and the routing and sums of experts."""
     builds: list[Build] = []
     builds += [("moe", (f"PER={n}",)) for n in (2, 8, 16)]
+    builds += [("hot_experts", (f"CHOOSES={n > 0:d}", f"PER={max(1, n)}")) for n in (0, 2, 8, 16)]
     builds += [
         ("moe", (f"CHOSEN={k}", f"PARTIALS={n}", f"ONLY={form}"))
         for k, n, form in ((1, 8, 0), (5, 3, 1), (9, 2, 8), (30, 1, 0))
@@ -264,6 +265,8 @@ def product_builds(card: Card) -> list[Build]:
         builds += [("experts", expert_defines(card, type_, cols)) for cols in (8, PREFILL_COLS)]
         kinds = (8, 1, 0, 0), (2, 1, 2, 0), (16, 1, 2, 0), (1, 0, 1, 0), (1, 0, 0, 1)
         builds += [("single", single(card, type_, *kind)) for kind in kinds]
+        builds += [("single", (*single(card, type_, *kind), "MOVED=1")) for kind in ((8, 1, 0, 0), (8, 1, 2, 0))]
+        builds += [("experts", (*expert_defines(card, type_, 8), "MOVED=1"))]
         builds += [(stem, tile_defines(type_)) for stem in ("repack", "expand")]
     return builds
 
