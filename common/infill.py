@@ -88,7 +88,7 @@ def certain(tokenizer: Tokenizer) -> Callable[[np.ndarray], np.ndarray]:
     of what is left, may be drawn, or else the end.
     """
     ends = tokenizer.end_ids | tokenizer.fim.ids
-    controls = frozenset(tokenizer.vocab[text] for text in tokenizer.control_tokens)
+    controls = tokenizer.control_ids
     end = tokenizer.eos_id if tokenizer.eos_id is not None else min(ends)
 
     def text_of(id: int) -> bytes:

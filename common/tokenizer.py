@@ -148,6 +148,11 @@ class Tokenizer:
         return list(self._prefix)
 
     @property
+    def control_ids(self) -> frozenset[int]:
+        """Return the ids of control tokens."""
+        return self._control
+
+    @property
     def control_tokens(self) -> list[str]:
         """Return the texts of control tokens, ordered by id: those marked as special, that end a reply, or of `fim`."""
         return [self._added[id].decode() for id in sorted(self._control)]

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from common.infill import RESERVED, Gap, certain, without_tokens
-from common.rules import many, one_of, whole
+from common.rules import Rule, one_of, whole
 from common.tokenizer import Tokenizer
 from generate.server.chat import MOST_CHOICES, bias
 from generate.server.errors import ApiError, envelope
@@ -18,6 +18,7 @@ from generate.server.task import Task
 from generate.server.wire import Frame, Parsed, sse, timings
 
 MOST_FILES = 4096
+TEXTS = Rule("a list of texts", lambda value: [TEXT.convert(each) for each in LIST.convert(value)])
 SAMPLERS = {  # of llama.cpp, with the fields of each
     "penalties": ("repetition_penalty", "repeat_penalty", "frequency_penalty", "presence_penalty"),
     "top_k": ("top_k",),
@@ -78,7 +79,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     limits = partial(LineLimits, indent, max(milliseconds, 0) / 1000, silent)
     n = fields.take("n_cmpl" if fields.has("n_cmpl") else "n", whole(1, MOST_CHOICES), 1)
     stream = fields.flag("stream", False)
-    shown = fields.take("response_fields", many("a list of texts", TEXT), ())
+    shown = fields.take("response_fields", TEXTS, ())
     most = limited.get("max_tokens", facts.limit)
     settings = {"n_ctx": facts.context, "n_predict": -1 if most is None else most, "stream": stream, "n_indent": indent}
     settings |= {name: value for name, value in options.items() if name not in ("reweigh", "max_tokens")}
