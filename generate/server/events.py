@@ -1,5 +1,6 @@
 """The events of a reply, which every dialect writes in its own form, and a reply as the sum of its events."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 
@@ -105,10 +106,11 @@ class Events:
 
     first_call_only  a reply ends with its first call
     limits           end a reply by its lines; None: nothing does
+    whole_calls      a call whose arguments are no JSON, because the reply ends in it, is left out
     """
 
-    def __init__(self, first_call_only: bool = False, limits: LineLimits | None = None):
-        self._first_call_only, self._limits = first_call_only, limits
+    def __init__(self, first_call_only: bool = False, limits: LineLimits | None = None, whole_calls: bool = False):
+        self._first_call_only, self._limits, self._whole_calls = first_call_only, limits, whole_calls
         self._thought = 0
         self._held: list[Logprob] = []
         self._ended: str | None = None  # why the rest of the reply is not read, except its figures
@@ -145,12 +147,22 @@ class Events:
             logprobs, self._held = tuple(self._held), []
             yield Text(text, logprobs)
         for call in piece.tool_calls:
+            if self._whole_calls and not _is_json(call["function"]["arguments"]):
+                continue
             yield CallBegin(call["index"], call["id"], call["function"]["name"])
             yield CallArguments(call["index"], call["function"]["arguments"])
             yield CallEnd(call["index"])
             if self._first_call_only:
                 self._ended = "tool_calls"
                 return
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def usage_of(stats: Stats, reasoning: int) -> Usage:

@@ -145,6 +145,7 @@ def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | Gap | str |
         options,
         stream=fields.flag("stream", True),
         grammar=grammar_of(facts, tools, Choice("auto"), ollama_format(fields), True),
+        whole_calls=True,
     )
     return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies), MEDIA)
 

@@ -62,6 +62,7 @@ class Task:
     grammar          the grammar of the reply after its reasoning
     budget           most tokens of the reasoning
     limits           makes what ends one reply by its lines; None: nothing does
+    whole_calls      calls that the end of the reply cuts are left out: their arguments are no JSON
     """
 
     prompts: Sequence[Chat | Gap | str | list[int]]
@@ -75,6 +76,7 @@ class Task:
     budget: int | None = None
     field: str = "messages"
     limits: Callable[[], LineLimits] | None = None
+    whole_calls: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ async def one(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncGenerator[
         if not task.generates:
             yield index, Finish("length", Usage(len(prompt.tokens)))
             return
-        made = Events(task.first_call_only, task.limits and task.limits())
+        made = Events(task.first_call_only, task.limits and task.limits(), task.whole_calls)
         async with llm.astream_prepared(prompt, **options) as stream:
             async for piece in stream:
                 for event in made.of(piece):
