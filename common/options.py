@@ -164,7 +164,7 @@ class ChatOptions(GenerationOptions):
         None,
         rules.ITEMS,
         "functions that the model may call, as in OpenAI's API. A call leaves the text once it is whole; a malformed "
-        "call stays in the text as the model wrote it",
+        "call stays in the text as the model wrote it; one that max_tokens cuts has arguments that are incomplete JSON",
     )
     template: Mapping[str, Any] | None = option(
         None,
