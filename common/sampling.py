@@ -119,7 +119,9 @@ class Sampler:
         s = sampling
         penalties = s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0
         self.penalizes = penalties or bool(s.logit_bias) or self.guide is not None or s.reweigh is not None
-        self.drawn = s if s.temperature or s.reweigh is None else replace(s, temperature=1.0)  # greedy after `reweigh`
+        self.draw_options = (
+            s if s.temperature or s.reweigh is None else replace(s, temperature=1.0)
+        )  # greedy after `reweigh`
         self.is_argmax = s.temperature == 0 and not self.penalizes
 
     def numbers(self, rows: int) -> np.ndarray:
@@ -154,7 +156,7 @@ class Sampler:
         s = self.sampling
         if s.temperature == 0 and s.reweigh is None:
             return int(row.argmax())
-        weights = draw_weights(row, self.drawn)
+        weights = draw_weights(row, self.draw_options)
         if s.reweigh is not None:
             with _guiding():
                 weights = s.reweigh(weights)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from os import PathLike
 from typing import Any
@@ -21,6 +21,7 @@ from common.attention_scores import attention_to
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.checks import check_fits, check_not_empty, check_tokens, default_spec, default_window, speculation_of
 from common.decode.registry import check as check_decoder
+from common.embeddings import POOLINGS, embed, stated_pooling
 from common.engine import Engine
 from common.errors import BimetalError, UsageError
 from common.expert_stats import ExpertStats
@@ -342,6 +343,24 @@ class LLM:
         job = partial(attention_to, tokens=tokens, queries=queries, context=self.context, cancel=cancel)
         return self._submit_steps(job).result()
 
+    def embed(self, prompt: Any, pooling: str | None = None) -> np.ndarray:
+        """Compute the embedding of `prompt` (text or token ids), (hidden,) float32 of length 1; of a list (n, hidden).
+
+        pooling  the hidden state after the last norm of the "last" token, or their "mean"; None: as the model's files
+                 state, else "last"
+        """
+        many = is_many(prompt, (str, list, tuple, np.ndarray))
+        jobs = [self._embedding(each, pooling) for each in (prompt if many else [prompt])]
+        found = [self._submit_steps(job).result() for job in jobs]
+        return np.stack(found) if many else found[0]
+
+    async def aembed(self, prompt: Prompt, pooling: str | None = None) -> np.ndarray:
+        """Compute the embedding of `prompt` (text or token ids), as `embed` does, awaited.
+
+        Cancelling the task that waits ends the work at the next step.
+        """
+        return await asyncio.wrap_future(self._submit_steps(self._embedding(prompt, pooling)))
+
     def matched_tokens(self, prompt: Prompt) -> int:
         """Count the first tokens of `prompt` (text or token ids) that a slot or the prefix cache holds.
 
@@ -447,6 +466,16 @@ class LLM:
         """Check the arguments of `score`; return its steps, as a function of the model."""
         top, ids = rules.whole(0).accept("top", top), self._ids(prompt)
         return lambda model: score(model, ids, self.context, top)
+
+    @cached_property
+    def _stated_pooling(self) -> str:
+        return stated_pooling(open_checkpoint(self.path))
+
+    def _embedding(self, prompt: Prompt, pooling: str | None) -> Callable[[Model], Generator[None, None, np.ndarray]]:
+        """Check the arguments of `embed`; return its steps, as a function of the model."""
+        chosen = self._stated_pooling if pooling is None else pooling
+        chosen, ids = rules.one_of(*POOLINGS).accept("pooling", chosen), self._ids(prompt)
+        return lambda model: embed(model, ids, self.context, chosen)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -95,7 +95,6 @@ def digest(key: str) -> bytes:
 
 
 MISSING = {  # the last parts of routes of other servers
-    **dict.fromkeys(("embeddings", "embedding", "embed"), "embeddings are not supported"),
     **dict.fromkeys(("rerank", "reranking"), "reranking is not supported"),
     **dict.fromkeys(("transcriptions", "translations", "speech"), "audio is not supported"),
     **dict.fromkeys(("generations", "edits"), "images are not supported"),

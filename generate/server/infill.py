@@ -28,7 +28,7 @@ SAMPLERS = {  # of llama.cpp, with the fields of each
     "infill": (),
     **dict.fromkeys(("dry", "top_n_sigma", "typ_p", "xtc", "adaptive_p"), ()),  # without effect by their defaults
 }
-NEUTRAL = {  # our options without a sampler; llama.cpp's draws at the temperature 1 then
+NEUTRAL: dict[str, dict[str, Any]] = {  # our options without a sampler; llama.cpp's draws at the temperature 1 then
     "penalties": {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0},
     "top_k": {"top_k": 0},
     "top_p": {"top_p": 1.0},
@@ -95,11 +95,11 @@ def chosen(fields: Fields, tokenizer: Tokenizer) -> dict[str, Any]:
     """
     if not fields.has("samplers"):
         return sampling(fields)
-    names = {name for each in fields.take("samplers", LIST) for name in [_sampler(fields, each)]}
+    names = {_sampler(fields, each) for each in fields.take("samplers", LIST)}
     unused = {key for name, keys in SAMPLERS.items() if name not in names for key in keys}
     found = sampling(Fields({key: value for key, value in fields.values.items() if key not in unused}, fields.where))
-    for name, neutral in NEUTRAL.items():
-        found |= neutral if name not in names else {}
+    for name in NEUTRAL.keys() - names:
+        found |= NEUTRAL[name]
     return found | ({"reweigh": certain(tokenizer)} if "infill" in names else {})
 
 
