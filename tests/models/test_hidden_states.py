@@ -13,7 +13,13 @@ from common.ops import Ops
 from common.reference import NumpyOps
 from common.scores import completed
 
-OPS = NumpyOps()
+
+def head_of(name: str, hidden: np.ndarray) -> np.ndarray:
+    """The logits (vocab,) that the model's head makes of a hidden state (hidden,)."""
+    model = tiny.load(name, NumpyOps())
+    head = model.weights.embed if model.weights.head is None else model.weights.head
+    logits: np.ndarray = model.ops.linear(hidden[None], head)[0]
+    return logits
 
 
 def unit(x: np.ndarray) -> np.ndarray:
@@ -21,33 +27,31 @@ def unit(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)
-def test_the_head_makes_the_golden_logits_of_hidden_states(name: str) -> None:
+def test_the_head_makes_the_golden_logits_of_hidden_states(ops: Ops, name: str) -> None:
     """The golden files are transformers' logits (tests/data/make_tiny_models.py)."""
-    model, golden = tiny.load(name, OPS), tiny.golden(name)
+    model, golden = tiny.load(name, ops), tiny.golden(name)
     ids = golden["ids"].tolist()
-    head = model.weights.embed if model.weights.head is None else model.weights.head
     found = completed(embed(model, ids, len(ids), "last"))
     assert found.dtype == np.float32
     assert np.linalg.norm(found) == pytest.approx(1, abs=1e-6)
-    logits = OPS.linear(found[None], head)[0]
+    logits = head_of(name, found)
     expected = golden["logits"][-1]
     assert np.allclose(unit(logits), unit(expected), atol=2e-3)
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)
-def test_the_mean_is_that_of_the_tokens_own_states(name: str) -> None:
+def test_the_mean_is_that_of_the_tokens_own_states(ops: Ops, name: str) -> None:
     """Of a prefix each: the hidden states of a causal model do not depend on later tokens."""
-    model = tiny.load(name, OPS)
+    model = tiny.load(name, ops)
     ids = tiny.golden(name)["ids"].tolist()[:6]
-    head = model.weights.embed if model.weights.head is None else model.weights.head
     found = completed(embed(model, ids, 6, "mean"))
-    rows = OPS.linear(found[None], head)[0]
+    rows = head_of(name, found)
     logits = tiny.run(model, model.new_state(6), np.asarray(ids))
     assert np.allclose(unit(rows), unit(logits.mean(axis=0)), atol=1e-4)  # the head is linear
 
 
-def test_a_text_of_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny.load("qwen35", OPS)
+def test_a_text_of_several_steps(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.load("qwen35", ops)
     ids = tiny.golden("qwen35")["ids"].tolist()
     whole = [completed(embed(model, ids, len(ids), pooling)) for pooling in ("last", "mean")]
     monkeypatch.setattr(Ops, "prefill_rows", 5)
