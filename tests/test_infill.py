@@ -8,10 +8,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 import generate
-from common.errors import PromptTooLongError, UsageError
+from common.errors import BimetalError, PromptTooLongError, UsageError
 from common.fim import FimTokens
 from common.gguf_tokenizer import from_gguf
-from common.infill import Gap, gap_prompt
+from common.infill import Gap, certain, gap_prompt
 from common.tokenizer import Tokenizer
 
 
@@ -84,6 +84,26 @@ def test_refusals(llm, tmp_path):
         with pytest.raises(UsageError, match=r"lacks <\|fim_prefix\|>, <\|fim_suffix\|>, <\|fim_middle\|>"):
             other.generate("a", suffix="b")
         assert other.tokenizer.fim.ids == frozenset()
+
+
+def test_drafts_give_the_text_of_plain_decoding_with_the_sampler():
+    with generate.load("demo", backend="numpy", draft="demo") as pair:
+        options = {"reweigh": certain(pair.tokenizer), "seed": 3, "top_k": 40, "top_p": 0.9, "max_tokens": 24}
+        for temperature in (0, 0.9):
+            texts = {
+                pair.generate("class Stack:\n", spec=spec, temperature=temperature, **options).text
+                for spec in ("off", "tree", "lookup")
+            }
+            assert len(texts) == 1
+
+
+def test_an_error_of_the_sampler_ends_its_reply_alone(llm):
+    def broken(weights):
+        raise ZeroDivisionError("a")
+
+    with pytest.raises(BimetalError, match="ZeroDivisionError"):
+        llm.generate("a", reweigh=broken, max_tokens=2)
+    assert llm.generate("a", max_tokens=2).finish_reason == "length"
 
 
 def test_ids_of_the_files_metadata_come_first():
