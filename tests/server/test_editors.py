@@ -10,6 +10,7 @@ from conftest import client_of
 from wires import sse
 
 import generate
+from common.errors import UsageError
 from common.infill import Gap, certain
 from common.options import Sampling
 from common.sampling import draw_weights
@@ -170,6 +171,16 @@ def test_a_reply_ends_at_each_token_of_the_prompts_layout(editor, name):
     id = editor.llm.tokenizer.token_to_id(name)
     found = ask(editor, logit_bias={str(id): 100}, temperature=0)
     assert (found["content"], found["stop_type"], found["tokens_predicted"]) == ("", "eos", 1)
+
+
+def test_a_model_of_windows_decodes_one_token_at_a_time_with_the_sampler(tmp_path):
+    folder = tiny_chat.write(tmp_path, fim=tiny_chat.FIM, masked=True, context=CONTEXT)
+    with generate.load(folder, backend="numpy") as llm:
+        with pytest.raises(UsageError, match="out of order, which reweigh cannot follow; choose spec off"):
+            llm.generate("a", reweigh=certain(llm.tokenizer))
+        client = client_of(llm, "tiny")
+        assert ask(client, **VIM)["timings/prompt_n"] > 0
+        assert ask(client)["tokens_predicted"] > 0
 
 
 def test_samplers_leave_out_the_options_of_others(editor):
