@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from common.errors import BimetalError
+from common.fim import GGUF_KEYS
 
 # Pre-tokenizer patterns, as published in the models' tokenizer.json files. Qwen's files also normalize to NFC;
 # llama.cpp does not, and a tokenizer rebuilt from a GGUF file follows llama.cpp.
@@ -131,6 +132,7 @@ def from_gguf(config: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
     except Exception as error:  # the package raises plain Exception, TypeError and ValueError
         raise BimetalError(f"the vocabulary cannot be used: {error}") from None
     bos, eos, eot, eom = (metadata.get_id(key, len(tokens)) for key in ("bos", "eos", "eot", "eom"))
+    fim = {role: [metadata.get_id(key, len(tokens)) for key in keys] for role, keys in GGUF_KEYS.items()}
     return backend, dict(
         prefix=metadata.added("bos", bos, add_bos),
         suffix=metadata.added("eos", eos, False),
@@ -138,6 +140,7 @@ def from_gguf(config: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
         eos_id=eos,
         end_ids=[id for id in (eot, eom) if id is not None],
         chat_templates=metadata.templates(),
+        fim={role: next((id for id in ids if id is not None), None) for role, ids in fim.items()},
     )
 
 

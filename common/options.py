@@ -15,6 +15,8 @@ from common.errors import UsageError
 from common.rules import Rule
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from common.guide import Guide
 
 MOST_TOKENS = 2**31 - 1  # maximum of a context: positions are 32-bit integers
@@ -56,6 +58,11 @@ class Sampling(Options):
     )
     guide: "Callable[[], Guide] | None" = option(  # noqa: RUF009
         None, rules.CALLBACK, "makes what allows the tokens of one reply, after the bias (common/guide.py)"
+    )
+    reweigh: "Callable[[np.ndarray], np.ndarray] | None" = option(  # noqa: RUF009
+        None,
+        rules.CALLBACK,
+        "replaces the weights of a draw, (vocab,) uint64, after min_p (common/infill.py)",
     )
     seed: int | None = option(None, rules.whole(0), "the same seed gives the same text; None draws a new one")
 
@@ -130,6 +137,18 @@ class GenerationOptions(Sampling):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(GenerationOptions):
+    """Options of a reply that continues a text, or fills a gap in it."""
+
+    suffix: str | None = option(
+        None,
+        rules.TEXT,
+        "text after the reply, which then fills the gap between the prompt and it, for models with the tokens of "
+        "fill-in-the-middle; None: the reply continues the prompt",
+    )
+
+
 # The other arguments of common.chat.chat_prompt and of a tokenizer's method over it.
 RESERVED = ("self", "vocabulary", "messages", "tools", "think", "parse_special", "context", "template")
 
@@ -145,7 +164,7 @@ class ChatOptions(GenerationOptions):
         None,
         rules.ITEMS,
         "functions that the model may call, as in OpenAI's API. A call leaves the text once it is whole; a malformed "
-        "call stays in the text as the model wrote it",
+        "call stays in the text as the model wrote it; one that max_tokens cuts has arguments that are incomplete JSON",
     )
     template: Mapping[str, Any] | None = option(
         None,

@@ -116,7 +116,7 @@ class PieceParser:
         if begins_in_reasoning or self.parser.in_reasoning:
             out.thought = len(out.tokens)
         if piece.finish_reason:
-            self.parser.finish(out)
+            self.parser.finish(out, is_cut=piece.finish_reason == "length")
             called = self.parser.calls and piece.finish_reason == "stop"
             out.finish_reason, out.stats = "tool_calls" if called else piece.finish_reason, piece.stats
             out.stop, out.end = piece.stop, piece.end

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.tools import CLOSE, OPEN, read_call, schemas, syntax_of
+from common.tools import CLOSE, OPEN, read_call, read_cut_call, schemas, syntax_of
 
 THINK, END_THINK = "<think>", "</think>"
 
@@ -28,7 +28,7 @@ class ReplyParser:
     The parts do not depend on how the reply is cut into pieces. Reasoning lasts until </think> if the prompt ends with
     <think> or the reply begins with it, and is stripped of white space; a call inside the reasoning is reasoning. Calls
     are parsed if there are tools and the template shows a syntax of common.tools. A malformed call and a call that
-    never ends are text, including their tags.
+    never ends are text, including their tags; but where the tokens of the reply were used up, a call ends with it.
     """
 
     def __init__(self, template: str, prompt: str, tools: Sequence[Any] | None = None, begun: str = ""):
@@ -48,7 +48,7 @@ class ReplyParser:
         self._shown = False  # whether any text has been shown, or any reasoning while it lasts
         self._body = self._scan = 0  # start of a call's body in _held; position up to which its end has been searched
         self._bare = False  # whether that call began without <tool_call>
-        self._after_call = False
+        self._after_call = self._is_cut = False
         self.calls = 0
         if begun:
             self.push(begun, Parts())
@@ -65,8 +65,13 @@ class ReplyParser:
         while self._state(parts, False):
             pass
 
-    def finish(self, parts: Parts) -> None:
-        """Add the held text to `parts`, after the end of the reply."""
+    def finish(self, parts: Parts, is_cut: bool = False) -> None:
+        """Add the held text to `parts`, after the end of the reply.
+
+        is_cut  the reply ended because its tokens were used up: a call that has begun has the arguments so far, and is
+                left out if its name is not complete
+        """
+        self._is_cut = is_cut
         while self._state(parts, True):
             pass
 
@@ -112,7 +117,8 @@ class ReplyParser:
             keep = max(overlap(self._held, opener) for opener in self._openers)
             self._show(parts, len(self._held[: len(self._held) - keep].rstrip()))
         elif self._held.strip() or not self._after_call:
-            self._show(parts, len(self._held))
+            tag = max(overlap(self._held, opener) for opener in self._openers) if self._is_cut else 0
+            self._show(parts, len(self._held) - tag)
         return False
 
     def _call(self, parts: Parts, end: bool) -> bool:
@@ -138,14 +144,18 @@ class ReplyParser:
                     return True
             except ValueError:
                 pass  # no call, but text
-        if function is None:
+        is_cut = self._is_cut and not closed
+        if is_cut and function is None:
+            function = read_cut_call(self._syntax, self._held[self._body :], self._schemas)
+        if function is None and not is_cut:
             self._show(parts, after)
         else:
+            self._held, self._after_call = self._held[after:], True
+        if function is not None:
             # Random under a seed too: ids must differ between turns, and no template of these families prints them.
             id = f"call_{secrets.token_hex(12)}"
             parts.tool_calls.append({"index": self.calls, "id": id, "type": "function", "function": function})
             self.calls += 1
-            self._held, self._after_call = self._held[after:], True
         self._state = self._text
         return True
 

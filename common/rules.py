@@ -132,6 +132,7 @@ NO_AMOUNT = Rule(
     lambda value: 0 if value in (0, "0") and not isinstance(value, bool) else _amount(value),
 )
 AMOUNT = Rule("bytes, or an amount of memory such as '8GB' or '7.5GiB'", _amount)
+TEXT = Rule("text", lambda value: _typed(value, str))
 FLAG = Rule("True or False", lambda value: _typed(value, bool))
 PATH = Rule("a name or a path", _path)
 CALLBACK = Rule("a function", _call)

@@ -1,14 +1,16 @@
 """Draw a token from a row of logits, on the host: the definition of every sampling parameter.
 
-Order: penalties, logit bias, guide, temperature, top-k, top-p, min-p, then one draw. A draw consumes one random number
-per token, so that a seed gives the same text with every decoder that draws in the order of the text. The weights of a
-draw are integers, because sums of integers do not depend on their order, and devices add in different orders.
+Order: penalties, logit bias, guide, temperature, top-k, top-p, min-p, reweigh, then one draw. A draw consumes one
+random number per token, so that a seed gives the same text with every decoder that draws in the order of the text. The
+weights of a draw are integers, because sums of integers do not depend on their order, and devices add in different
+orders.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -91,7 +93,7 @@ def draw_weights(row: np.ndarray, s: Sampling) -> np.ndarray:
 
 @contextmanager
 def _guiding() -> Iterator[None]:
-    """Turn an exception of a caller's guide, sys.exit included, into an error of its reply alone."""
+    """Turn an exception of a caller's guide or `reweigh`, sys.exit included, into an error of its reply alone."""
     try:
         yield
     except BimetalError:
@@ -103,7 +105,7 @@ def _guiding() -> Iterator[None]:
 class Sampler:
     """Sampler of one reply: its random numbers, and the tokens that penalties count.
 
-    penalizes  whether the host changes logits before the choice, by penalties, a bias or a guide
+    penalizes  whether the host changes logits before the choice, by penalties, a bias or a guide, or weights
     is_argmax  whether a backend may take the largest logit without copying the row to the host
     """
 
@@ -116,7 +118,10 @@ class Sampler:
         self.peeked = np.empty(0)  # numbers of the next tokens that have been peeked at
         s = sampling
         penalties = s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0
-        self.penalizes = penalties or bool(s.logit_bias) or self.guide is not None
+        self.penalizes = penalties or bool(s.logit_bias) or self.guide is not None or s.reweigh is not None
+        self.draw_options = (
+            s if s.temperature or s.reweigh is None else replace(s, temperature=1.0)
+        )  # greedy after `reweigh`
         self.is_argmax = s.temperature == 0 and not self.penalizes
 
     def numbers(self, rows: int) -> np.ndarray:
@@ -149,9 +154,15 @@ class Sampler:
         if self.penalizes:
             row = self._penalized(row)
         s = self.sampling
-        if s.temperature == 0:
+        if s.temperature == 0 and s.reweigh is None:
             return int(row.argmax())
-        sums = np.cumsum(draw_weights(row, s))
+        weights = draw_weights(row, self.draw_options)
+        if s.reweigh is not None:
+            with _guiding():
+                weights = s.reweigh(weights)
+            if s.temperature == 0:
+                return int(weights.argmax())
+        sums = np.cumsum(weights)
         at = min(int(self.numbers(1)[0] * float(sums[-1])), int(sums[-1]) - 1)
         return int(np.searchsorted(sums, np.uint64(at), side="right"))
 

@@ -59,6 +59,7 @@ class Call:
     shared    number of the prompt's tokens with which the next prompt will begin; None: all
     marks     Reading.marks of the prompt
     replies   Reading.replies of the prompt
+    ends      tokens that end the reply, beside those of the tokenizer
     """
 
     prompt: Any
@@ -69,6 +70,7 @@ class Call:
     shared: int | None = None
     marks: Mapping[int, str] = field(default_factory=dict)
     replies: List[Span] = ()
+    ends: frozenset[int] = frozenset()
 
 
 RESERVED = 1024  # tokens of a reply for which memory is granted at a time
@@ -108,6 +110,7 @@ class Sequence:
         window = default_window(model, self.sampler.is_argmax)
         self.speculation = speculation_of(call.options, default_spec(model), window)
         check(self.speculation, model, self.sampler)
+        self.ends = target.tokenizer.end_ids | call.ends
         self.text, self.detokenizer = StopText(call.options.stop), target.tokenizer.decoder()
         self.priority, self.arrival, self.waited, self.skips = call.options.priority, 0, 0, 0
         self.slot: Slot | None = None
@@ -344,7 +347,7 @@ class Sequence:
             self.reason = "cancelled"
             return False
         tokenizer, pending = self.target.tokenizer, self.pending
-        if token in tokenizer.end_ids:
+        if token in self.ends:
             self.reason = "stop"
             if self.options.logprobs is not None:
                 pending.end = self._logprob(token, row)

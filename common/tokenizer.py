@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as Backend
 
 from common.encoded_parts import EncodedParts, cuts_of
 from common.errors import BimetalError, PromptTooLongError, UsageError, shown
+from common.fim import find_fim
 from common.folder_tokenizer import from_folder
 from common.gguf_tokenizer import from_gguf
 
@@ -55,6 +56,7 @@ class Tokenizer:
     end_ids         ids that end a reply
     add_bos         encode(add_special_tokens=True) starts with bos_id
     chat_templates  Jinja sources by name: "default", sometimes "tool_use" and others
+    fim             FimTokens; in `__init__` ids that the files state for some of its fields
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Tokenizer:
         eos_id: int | None = None,
         end_ids: Iterable[int] = (),
         chat_templates: Mapping[str, str] | None = None,
+        fim: Mapping[str, int | None] | None = None,
     ):
         added = backend.get_added_tokens_decoder()
         decoder = "" if backend.decoder is None else backend.decoder.__getstate__().decode()
@@ -91,7 +94,8 @@ class Tokenizer:
         self.end_ids = frozenset(end_ids) | {id for id in named if id in added}
         if eos_id is not None:
             self.end_ids |= {eos_id}
-        self._control = self._special | (self.end_ids & added.keys())
+        self.fim = find_fim(self.token_to_id, fim or {})
+        self._control = self._special | ((self.end_ids | self.fim.ids) & added.keys())
         cuts = cuts_of(added, self._control) if self._byte_level else None
         self._parts = None if cuts is None else EncodedParts(cuts, self._encode_all)
         self.add_bos = bos_id is not None and self._prefix[:1] == [bos_id]
@@ -139,8 +143,18 @@ class Tokenizer:
         return head + ids + self._suffix
 
     @property
+    def prompt_head(self) -> list[int]:
+        """Return the ids with which `encode` begins every prompt: bos, or none."""
+        return list(self._prefix)
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Return the ids of control tokens."""
+        return self._control
+
+    @property
     def control_tokens(self) -> list[str]:
-        """Return the texts of control tokens, ordered by id: tokens marked as special, and tokens that end a reply."""
+        """Return the texts of control tokens, ordered by id: those marked as special, that end a reply, or of `fim`."""
         return [self._added[id].decode() for id in sorted(self._control)]
 
     def encode_and_find(self, text: str, parse_special: bool = True) -> tuple[list[int], list[tuple[int, int, int]]]:

@@ -12,7 +12,8 @@ The last two write strings unquoted and other values as JSON; the tool's JSON sc
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from common.errors import UsageError, shown
@@ -22,6 +23,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 Schemas = Mapping[str, Mapping[str, Any]]  # a tool's name to the JSON schema of its parameters
 Call = tuple[str, dict[str, Any]]  # name and arguments
 Parse = Callable[[str, Schemas], Call | None]
+ParseCut = Callable[[str, Schemas], tuple[str, str] | None]
 
 _NAME = r"[\w.:/-]+"
 
@@ -31,11 +33,14 @@ class Syntax(NamedTuple):
 
     parse  function that parses the text between the tags; returns None if that text ends inside a value, so that the
            closing tag belongs to the value; raises ValueError if the text is no call
+    cut    function that parses the beginning of a call: returns its name and the arguments so far, JSON text that ends
+           where the call does; None before the end of the name
     lead   text that follows <tool_call> and white space in every call
     bare   text that begins a call of the tool {} for models that often omit <tool_call>
     """
 
     parse: Parse
+    cut: ParseCut
     lead: str = ""
     bare: str = ""
 
@@ -139,6 +144,16 @@ def read_call(syntax: Syntax, body: str, schemas: Schemas) -> dict[str, str] | N
     return {"name": call[0], "arguments": arguments}
 
 
+def read_cut_call(syntax: Syntax, body: str, schemas: Schemas) -> dict[str, str] | None:
+    """Read the beginning of a call, as a reply without more tokens ends in it, in the form of `read_call`.
+
+    As in llama.cpp the arguments are the part that was written, so that no client takes them for complete ones. None
+    before the end of the name.
+    """
+    found = syntax.cut(body, schemas)
+    return None if found is None else {"name": found[0], "arguments": found[1].encode(errors="replace").decode()}
+
+
 def _hermes(body: str, schemas: Schemas) -> Call | None:
     try:
         call = json.loads(body, strict=False)  # models put line breaks into strings
@@ -152,61 +167,126 @@ def _hermes(body: str, schemas: Schemas) -> Call | None:
     return name, arguments
 
 
-def _tagged(head: str, argument: str, close: str, tail: str, framed: bool) -> Parse:
-    """Return a parser of a name and arguments between tags, from patterns.
-
-    head      the call up to its first argument; group 1 is the name
-    argument  an argument up to its value; group 1 is the key
-    close     the tag after a value
-    tail      what follows the last argument
-    framed    values stand on lines of their own
-    """
-    begin, opening = re.compile(rf"\s*{head}"), re.compile(rf"\s*{argument}")
-    end = re.compile(rf"\s*{tail}\s*\Z")
-    tags, after = re.compile(rf"{argument}|{close}"), re.compile(rf"\s*(?:{argument}|{tail}\s*\Z)")
-
-    def parse(body: str, schemas: Schemas) -> Call | None:
-        match = begin.match(body)
-        if match is None:
-            raise ValueError("no name")
-        name, arguments = match[1], dict[str, Any]()
-        schema = schemas.get(name, {})
-        while not end.match(body, match.end()):
-            match = opening.match(body, match.end())
-            if match is None or match[1].strip() in arguments:
-                raise ValueError("neither a new argument nor the end")
-            key, start = match[1].strip(), match.end()
-            match = closing(body, start)
-            if match is None:
-                return None
-            value = body[start : match.start()]
-            if framed:
-                value = value.removeprefix("\n").removesuffix("\n")
-            arguments[key] = typed(value, _property(schema, key), schema)
-        return name, arguments
-
-    def closing(body: str, start: int) -> re.Match[str] | None:
-        """Find the tag that ends the value at `start`, not one of a pair inside the value or one before more of it."""
-        depth = 0
-        for tag in tags.finditer(body, start):
-            if tag[0] != close:
-                depth += 1
-            elif depth:
-                depth -= 1
-            elif after.match(body, tag.end()):
-                return tag
+def _hermes_cut(body: str, schemas: Schemas) -> tuple[str, str] | None:
+    begun = re.match(rf'\s*{{\s*"name"\s*:\s*"({_NAME})"\s*(?:,\s*"arguments"\s*:\s*({{.*))?', body, re.DOTALL)
+    if begun is None:
         return None
+    arguments = begun[2] or "{"
+    try:
+        _, end = json.JSONDecoder(strict=False).raw_decode(arguments)
+    except (ValueError, RecursionError):
+        return begun[1], arguments
+    return begun[1], arguments[:end]
 
-    return parse
+
+class _Tags(NamedTuple):
+    """Patterns of a name and arguments between tags.
+
+    begin      the call up to its first argument; group 1 is the name
+    argument   an argument up to its value; group 1 is the key
+    close      the tag after a value
+    tags       any tag of an argument
+    after      what may follow the tag after a value; after_cut: also the beginning of a tag, at the end of the text
+    end        what follows the last argument; end_cut as after_cut, None if nothing shows the end
+    framed     values stand on lines of their own
+    """
+
+    begin: re.Pattern[str]
+    argument: re.Pattern[str]
+    close: str
+    tags: re.Pattern[str]
+    after: re.Pattern[str]
+    after_cut: re.Pattern[str]
+    end: re.Pattern[str]
+    end_cut: re.Pattern[str] | None
+    framed: bool
 
 
-HERMES = Syntax(_hermes, lead="{")
+def _tagged(head: str, argument: str, close: str, tail: str, framed: bool) -> tuple[Parse, ParseCut]:
+    """Return the parsers of a syntax from patterns: of its `begin`, `argument`, `close` and `end`, as in _Tags."""
+    tags = _Tags(
+        begin=re.compile(rf"\s*{head}"),
+        argument=re.compile(rf"\s*{argument}"),
+        close=close,
+        tags=re.compile(rf"{argument}|{close}"),
+        after=re.compile(rf"\s*(?:{argument}|{tail}\s*\Z)"),
+        after_cut=re.compile(rf"\s*(?:{argument}|(?:{tail})?\s*(?:<\S*)?\Z)"),
+        end=re.compile(rf"\s*{tail}\s*\Z"),
+        end_cut=re.compile(rf"\s*{tail}\s*(?:<\S*)?\Z") if tail else None,
+        framed=framed,
+    )
+    return partial(_parse_tagged, tags), partial(_cut_tagged, tags)
+
+
+def _parse_tagged(tags: _Tags, body: str, schemas: Schemas) -> Call | None:
+    match = tags.begin.match(body)
+    if match is None:
+        raise ValueError("no name")
+    name, arguments = match[1], dict[str, Any]()
+    schema = schemas.get(name, {})
+    while not tags.end.match(body, match.end()):
+        match = tags.argument.match(body, match.end())
+        if match is None or match[1].strip() in arguments:
+            raise ValueError("neither a new argument nor the end")
+        key, start = match[1].strip(), match.end()
+        match = _closing(tags, body, start, tags.after)
+        if match is None:
+            return None
+        value = body[start : match.start()]
+        if tags.framed:
+            value = value.removeprefix("\n").removesuffix("\n")
+        arguments[key] = typed(value, _property(schema, key), schema)
+    return name, arguments
+
+
+def _cut_tagged(tags: _Tags, body: str, schemas: Schemas) -> tuple[str, str] | None:
+    match = tags.begin.match(body)
+    if match is None:
+        return None
+    name, text = match[1], "{"
+    schema = schemas.get(name, {})
+    while opened := tags.argument.match(body, match.end()):
+        key, start = opened[1].strip(), opened.end()
+        text += f"{', ' if text != '{' else ''}{json.dumps(key, ensure_ascii=False)}: "
+        match = _closing(tags, body, start, tags.after_cut)
+        value = body[start : len(body) if match is None else match.start()]
+        value = value.removeprefix("\n") if tags.framed else value
+        if match is None:
+            return name, text + _cut_value(tags, value, _types(_property(schema, key), schema))
+        value = value.removesuffix("\n") if tags.framed else value
+        text += json.dumps(typed(value, _property(schema, key), schema), ensure_ascii=False)
+    is_whole = tags.end_cut is not None and tags.end_cut.match(body, match.end())
+    return name, text + ("}" if is_whole else "")
+
+
+def _cut_value(tags: _Tags, value: str, types: Collection[str]) -> str:
+    """Return the beginning of a value as JSON, without the beginning of the tag after it."""
+    close = f"\n{tags.close}" if tags.framed else tags.close
+    begun = next((n for n in range(len(close) - 1, 0, -1) if value.endswith(close[:n])), 0)
+    value = value[: len(value) - begun]
+    return json.dumps(value, ensure_ascii=False)[:-1] if "string" in types else value
+
+
+def _closing(tags: _Tags, body: str, start: int, after: re.Pattern[str]) -> re.Match[str] | None:
+    """Find the tag that ends the value at `start`, not one of a pair inside the value or one before more of it."""
+    depth = 0
+    for tag in tags.tags.finditer(body, start):
+        if tag[0] != tags.close:
+            depth += 1
+        elif depth:
+            depth -= 1
+        elif after.match(body, tag.end()):
+            return tag
+    return None
+
+
+HERMES = Syntax(_hermes, _hermes_cut, lead="{")
 QWEN_XML = Syntax(
-    _tagged(rf"<function=({_NAME})>", r"<parameter=([^<>\n]+)>", "</parameter>", "</function>", framed=True),
+    *_tagged(rf"<function=({_NAME})>", r"<parameter=([^<>\n]+)>", "</parameter>", "</function>", framed=True),
     lead="<function=",
     bare="<function={}>",
 )
-GLM = Syntax(_tagged(f"({_NAME})", r"<arg_key>([^<]+)</arg_key>\s*<arg_value>", "</arg_value>", "", framed=False))
+GLM = Syntax(*_tagged(f"({_NAME})", r"<arg_key>([^<]+)</arg_key>\s*<arg_value>", "</arg_value>", "", framed=False))
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

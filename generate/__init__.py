@@ -27,11 +27,12 @@ from common.keywords import P, with_keywords  # noqa: E402
 from common.options import LoadOptions  # noqa: E402
 
 if typing.TYPE_CHECKING:
+    from common.infill import Gap
     from generate.llm import LLM
     from generate.streams import AsyncStream, Reply, Stream
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncStream", "BimetalError", "Reply", "Stream", "UsageError", "load"]
+__all__ = ["LLM", "AsyncStream", "BimetalError", "Gap", "Reply", "Stream", "UsageError", "load"]
 
 
 class _Load(typing.Protocol[P]):

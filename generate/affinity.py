@@ -12,7 +12,7 @@ from generate.server.answer import Message, Receive, Send
 from generate.server.body import LONG, MOST_BYTES
 
 HEADER = "x-session-id"  # which Ray Serve's consistent hashing reads
-PLAIN = 256  # characters of a prompt without messages that make its session
+PLAIN = 256  # characters of a prompt without messages, or of an editor's file, that make its session
 
 
 class PromptAffinity:
@@ -66,7 +66,7 @@ def _beginning(body: Mapping[str, Any]) -> list[Any] | None:
         if isinstance(messages := body.get(name), list) and messages:
             first = next((at for at, each in enumerate(messages) if _is_user(each)), len(messages) - 1)
             return [system, messages[: first + 1]]
-    text = body.get("input", body.get("prompt"))
+    text = body.get("input_prefix") or body.get("input", body.get("prompt"))  # the first is of an editor's file
     return [system, text[:PLAIN]] if isinstance(text, str | list) and text else None
 
 

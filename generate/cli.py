@@ -94,8 +94,9 @@ def _finish_text(args: argparse.Namespace) -> None:
         ("--parse-special", args.parse_special, "control tokens of a raw prompt always count"),
         ("--system", args.system is not None, "a system prompt needs the model's template"),
     ):
-        if args.raw and is_given:
-            raise UsageError(f"{flag} and --raw exclude each other; {why}")
+        if is_given and (args.raw or args.suffix is not None):
+            other = "--raw" if args.suffix is None else "--suffix, which uses no template,"
+            raise UsageError(f"{flag} and {other} exclude each other; {why}")
     if not args.chat and not given and sys.stdin.isatty():
         raise UsageError("no prompt: give --prompt TEXT, --file FILE, a prompt on stdin, or --chat")
     args.options = _given_options(args)
@@ -235,6 +236,12 @@ def _text(p: Parser) -> None:
         "-sys", "--system-prompt", "--system", dest="system", type=values.words, metavar="TEXT", help="system prompt"
     )
     what.add_argument("--raw", action="store_true", help="send the prompt as it is, without the model's chat template")
+    what.add_argument(
+        "--suffix",
+        type=values.words,
+        metavar="TEXT",
+        help="fill the gap between the prompt and this text, with a model that has the tokens of fill-in-the-middle",
+    )
     model = p.add_argument_group("model")
     flags.model(model)
     model.add_argument(

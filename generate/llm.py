@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from os import PathLike
 from typing import Any
@@ -21,14 +21,16 @@ from common.attention_scores import attention_to
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.checks import check_fits, check_not_empty, check_tokens, default_spec, default_window, speculation_of
 from common.decode.registry import check as check_decoder
+from common.embeddings import POOLINGS, embed, stated_pooling
 from common.engine import Engine
 from common.errors import BimetalError, UsageError
 from common.expert_stats import ExpertStats
 from common.histogram import Histogram
 from common.hub import resolve_model
+from common.infill import Gap, gap_prompt
 from common.keywords import takes_options
 from common.models import Model
-from common.options import ChatOptions, GenerationOptions, LoadOptions, Sampling
+from common.options import ChatOptions, GenerationOptions, LoadOptions, Sampling, TextOptions
 from common.pieces import Logprob, Piece, PieceParser
 from common.prefix_cache import PrefixCache
 from common.reading import Turns
@@ -54,7 +56,7 @@ from generate.streams import DONE, AsyncStream, Reply, Start, Stream
 MOST_HEADERS = 64  # headers of replies that are remembered, by template and its options
 BUSY = 1  # seconds between two tests of whether calls run
 AHEAD = 4  # submitted replies of a list, as a multiple of those that run at once: no slot waits for the oldest
-PROMPTS, CONVERSATIONS = (str, list, tuple, np.ndarray), (list, tuple)  # the types of each of a list of them
+PROMPTS, CONVERSATIONS = (str, Gap, list, tuple, np.ndarray), (list, tuple)  # the types of each of a list of them
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
@@ -91,11 +93,13 @@ class Prepared:
     tokens  of the prompt
     parser  makes the parser of one reply, given the text `begun` with which it has begun, if any; None: plain text
     turns   the turns that a chat template shows in it
+    ends    tokens that end the reply, beside those of the tokenizer
     """
 
     tokens: list[int]
     parser: Callable[..., ReplyParser] | None = None
     turns: Turns = field(default_factory=Turns)
+    ends: frozenset[int] = frozenset()
 
 
 class LLM:
@@ -212,22 +216,22 @@ class LLM:
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
-    @takes_options(GenerationOptions)
-    def stream(self, prompt: Prompt, options: GenerationOptions) -> Stream:
-        """Generate a reply to `prompt` (text or token ids), piece by piece."""
+    @takes_options(TextOptions)
+    def stream(self, prompt: Prompt | Gap, options: TextOptions) -> Stream:
+        """Generate a reply to `prompt` (text, token ids or a Gap), piece by piece."""
         check_one("stream", prompt)
-        return Stream(self._owner, self._starter(self.prepare(prompt), options))
+        return Stream(self._owner, self._starter(self._prepare_text(prompt, options), options))
 
-    @takes_options(GenerationOptions)
-    def generate(self, prompt: Any, options: GenerationOptions) -> Any:
-        """Generate the whole reply to `prompt` (text or token ids), or to each of a list of them.
+    @takes_options(TextOptions)
+    def generate(self, prompt: Any, options: TextOptions) -> Any:
+        """Generate the whole reply to `prompt` (text, token ids or a Gap), or to each of a list of them.
 
         The replies to a list are generated at the same time, and returned in its order. A list of numbers is the token
         ids of one prompt.
         """
         if is_many(prompt, PROMPTS):
-            return self._replies(prepared("prompt", self.prepare, prompt), options)
-        with Stream(self._owner, self._starter(self.prepare(prompt), options)) as stream:
+            return self._replies(prepared("prompt", partial(self._prepare_text, options=options), prompt), options)
+        with Stream(self._owner, self._starter(self._prepare_text(prompt, options), options)) as stream:
             return stream.reply()
 
     @takes_options(ChatOptions)
@@ -254,17 +258,17 @@ class LLM:
         with Stream(self._owner, self._starter(self._prepare_chat(messages, options), options)) as stream:
             return stream.reply()
 
-    @takes_options(GenerationOptions)
-    def astream(self, prompt: Prompt, options: GenerationOptions) -> AsyncStream:
-        """Generate a reply to `prompt` (text or token ids), for `async for`."""
+    @takes_options(TextOptions)
+    def astream(self, prompt: Prompt | Gap, options: TextOptions) -> AsyncStream:
+        """Generate a reply to `prompt` (text, token ids or a Gap), for `async for`."""
         check_one("astream", prompt)
-        return AsyncStream(self._owner, self._starter(self.prepare(prompt), options))
+        return AsyncStream(self._owner, self._starter(self._prepare_text(prompt, options), options))
 
-    @takes_options(GenerationOptions)
-    async def agenerate(self, prompt: Prompt, options: GenerationOptions) -> Reply:
-        """Generate the whole reply to `prompt` (text or token ids), awaited."""
+    @takes_options(TextOptions)
+    async def agenerate(self, prompt: Prompt | Gap, options: TextOptions) -> Reply:
+        """Generate the whole reply to `prompt` (text, token ids or a Gap), awaited."""
         check_one("agenerate", prompt)
-        async with AsyncStream(self._owner, self._starter(self.prepare(prompt), options)) as stream:
+        async with AsyncStream(self._owner, self._starter(self._prepare_text(prompt, options), options)) as stream:
             return await stream.reply()
 
     @takes_options(ChatOptions)
@@ -280,11 +284,18 @@ class LLM:
         async with AsyncStream(self._owner, self._starter(self._prepare_chat(messages, options), options)) as stream:
             return await stream.reply()
 
-    def prepare(self, prompt: Prompt) -> Prepared:
-        """Encode and check `prompt` (text or token ids); raises PromptTooLongError beyond the context."""
-        ids = self._ids(prompt)
+    def prepare(self, prompt: Prompt | Gap) -> Prepared:
+        """Encode and check `prompt` (text, token ids or a Gap); raises PromptTooLongError beyond the context."""
+        if not isinstance(prompt, Gap):
+            ids = self._ids(prompt)
+            check_fits(len(ids), self.context, self.trained_context)
+            return Prepared(ids)
+        if prompt.extra is None and isinstance(prompt.prefix, str):
+            self.tokenizer.check_fits(prompt.prefix + prompt.suffix, self.context)
+        ids, turns = gap_prompt(self.tokenizer, prompt, self.context)
+        check_tokens(ids, self.vocab_size)
         check_fits(len(ids), self.context, self.trained_context)
-        return Prepared(ids)
+        return Prepared(ids, turns=turns, ends=self.tokenizer.fim.ids)
 
     @takes_options(ChatOptions)
     def prepare_chat(self, messages: Sequence[Message], options: ChatOptions) -> Prepared:
@@ -331,6 +342,24 @@ class LLM:
         queries = rules.whole(1).accept("queries", queries)
         job = partial(attention_to, tokens=tokens, queries=queries, context=self.context, cancel=cancel)
         return self._submit_steps(job).result()
+
+    def embed(self, prompt: Any, pooling: str | None = None) -> np.ndarray:
+        """Compute the embedding of `prompt` (text or token ids), (hidden,) float32 of length 1; of a list (n, hidden).
+
+        pooling  the hidden state after the last norm of the "last" token, or their "mean"; None: as the model's files
+                 state, else "last"
+        """
+        many = is_many(prompt, (str, list, tuple, np.ndarray))
+        jobs = [self._embedding(each, pooling) for each in (prompt if many else [prompt])]
+        found = [self._submit_steps(job).result() for job in jobs]
+        return np.stack(found) if many else found[0]
+
+    async def aembed(self, prompt: Prompt, pooling: str | None = None) -> np.ndarray:
+        """Compute the embedding of `prompt` (text or token ids), as `embed` does, awaited.
+
+        Cancelling the task that waits ends the work at the next step.
+        """
+        return await asyncio.wrap_future(self._submit_steps(self._embedding(prompt, pooling)))
 
     def matched_tokens(self, prompt: Prompt) -> int:
         """Count the first tokens of `prompt` (text or token ids) that a slot or the prefix cache holds.
@@ -438,11 +467,28 @@ class LLM:
         top, ids = rules.whole(0).accept("top", top), self._ids(prompt)
         return lambda model: score(model, ids, self.context, top)
 
+    @cached_property
+    def _stated_pooling(self) -> str:
+        return stated_pooling(open_checkpoint(self.path))
+
+    def _embedding(self, prompt: Prompt, pooling: str | None) -> Callable[[Model], Generator[None, None, np.ndarray]]:
+        """Check the arguments of `embed`; return its steps, as a function of the model."""
+        chosen = self._stated_pooling if pooling is None else pooling
+        chosen, ids = rules.one_of(*POOLINGS).accept("pooling", chosen), self._ids(prompt)
+        return lambda model: embed(model, ids, self.context, chosen)
+
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             self.tokenizer.check_fits(prompt, self.context)
             prompt = self.tokenizer.encode(prompt)
         return check_tokens(prompt, self.vocab_size)
+
+    def _prepare_text(self, prompt: Prompt | Gap, options: TextOptions) -> Prepared:
+        if options.suffix is None:
+            return self.prepare(prompt)
+        if isinstance(prompt, Gap):
+            raise UsageError("suffix goes with a prompt of text or token ids; a Gap has its own")
+        return self.prepare(Gap(prompt, options.suffix))
 
     def _prepare_chat(self, messages: Sequence[Message], options: ChatOptions) -> Prepared:
         """Render and encode a conversation, and find its turns: the parts that the next prompt may repeat."""
@@ -510,7 +556,8 @@ class LLM:
             how = replace(options, on_prefill=on_prefill)
             turns = prompt.turns
             marks = {turns.system: "system", turns.begun: "turn"}
-            call = Call(prompt.tokens, how, put_parsed, ended, cancel, turns.shared, marks, turns.replies)
+            shown = turns.shared, marks, turns.replies
+            call = Call(prompt.tokens, how, put_parsed, ended, cancel, *shown, prompt.ends)
             self._running[id(cancel)] = cancel
             self._engine.submit(call)
             self._owner.wake()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import BimetalError, UsageError
+from common.infill import without_tokens
 from common.tokenizer import Tokenizer
 from generate.interrupts import INTERRUPTED
 from generate.llm import LLM
@@ -20,8 +21,8 @@ MOST_READ = 1 << 27  # characters of a prompt on stdin, which may never end
 def run(args: argparse.Namespace) -> int:
     prompt = _prompt(args)
     with LLM(args.model, args.load, partial(check_template, args)) as llm:
-        if args.raw or llm.tokenizer.chat_template is None:
-            start = partial(llm.stream, prompt)
+        if args.raw or args.suffix is not None or llm.tokenizer.chat_template is None:
+            start = partial(llm.stream, prompt, suffix=args.suffix)
         else:
             messages = [*system_message(args.system), {"role": "user", "content": prompt}]
             start = partial(llm.stream_chat, messages, think=args.think, parse_special=args.parse_special)
@@ -39,8 +40,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_template(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
-    """Refuse flags that the model's chat template does not support: UsageError, or BimetalError in its own words."""
-    if args.raw:
+    """Refuse flags that the model's template or tokenizer lacks support for: UsageError, BimetalError in its words."""
+    if args.suffix is not None and tokenizer.fim.missing:
+        raise UsageError(f"--suffix: {without_tokens(tokenizer)}")
+    if args.raw or args.suffix is not None:
         return
     if tokenizer.chat_template is not None:
         messages = [*system_message(args.system), {"role": "user", "content": "a"}]

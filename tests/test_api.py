@@ -501,7 +501,7 @@ def test_copies_are_refused(llm, duplicate):
 
 def test_public_names(folder):
     assert set(dir(generate)) == {
-        *("LLM", "AsyncStream", "BimetalError", "Reply", "Stream", "UsageError", "load"),
+        *("LLM", "AsyncStream", "BimetalError", "Gap", "Reply", "Stream", "UsageError", "load"),
         *("__doc__", "__name__", "__path__", "__version__"),
     }
     assert (generate.BimetalError, generate.UsageError) == (BimetalError, UsageError)

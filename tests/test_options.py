@@ -10,14 +10,14 @@ import tiny_chat
 import generate
 from common.chat import chat_prompt
 from common.errors import UsageError
-from common.options import RESERVED, ChatOptions, GenerationOptions, LoadOptions, Options, Sampling
+from common.options import RESERVED, ChatOptions, GenerationOptions, LoadOptions, Options, Sampling, TextOptions
 from generate.llm import LLM
 
 METHODS = {
-    "stream": GenerationOptions,
-    "generate": GenerationOptions,
-    "astream": GenerationOptions,
-    "agenerate": GenerationOptions,
+    "stream": TextOptions,
+    "generate": TextOptions,
+    "astream": TextOptions,
+    "agenerate": TextOptions,
     "stream_chat": ChatOptions,
     "chat": ChatOptions,
     "astream_chat": ChatOptions,
@@ -31,7 +31,7 @@ def llm(tmp_path_factory):
         yield llm
 
 
-@pytest.mark.parametrize("kind", [Sampling, GenerationOptions, ChatOptions, LoadOptions])
+@pytest.mark.parametrize("kind", [Sampling, GenerationOptions, TextOptions, ChatOptions, LoadOptions])
 def test_none_is_the_default_of_every_option(kind):
     assert kind(**dict.fromkeys(kind.__dataclass_fields__)) == kind()
 
@@ -45,6 +45,7 @@ WRONG = {
     "frequency_penalty": (float("-inf"), "x"),
     "presence_penalty": (float("nan"), {}),
     "guide": (5, "json"),
+    "reweigh": (5, "infill"),
     "logit_bias": ({"1": 1.0}, {-1: 1.0}, {1: float("nan")}, [1]),
     "seed": ("x", 1.5, -1, False),
     "max_tokens": ("x", 0, 2.0, True),

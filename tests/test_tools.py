@@ -23,7 +23,7 @@ from tool_texts import (
 )
 
 from common.errors import UsageError
-from common.reply import ReplyParser
+from common.reply import Parts, ReplyParser
 from common.tools import GLM, HERMES, QWEN_XML, find_syntax, typed
 
 # -- calls -------------------------------------------------------------------------------------------------------------
@@ -339,3 +339,64 @@ def test_mlx_lm_reads_the_same_calls(label):
             arguments = {key: value.strip() if isinstance(value, str) else value for key, value in arguments.items()}
         body = call("edit", arguments).removeprefix("<tool_call>").removesuffix("</tool_call>")
         assert parser.parse_tool_call(body.strip(), TOOLS) == {"name": "edit", "arguments": arguments}
+
+
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "day": {"type": "integer"}}}
+CUTS = [  # as llama.cpp parses them, but for white space between arguments
+    (HERMES_TEMPLATE, '<tool_call>\n{"name": "get_wea', None),
+    (HERMES_TEMPLATE, '<tool_call>\n{"name": "get_weather", "argu', "{"),
+    (HERMES_TEMPLATE, '<tool_call>\n{"name": "get_weather", "arguments": {"ci', '{"ci'),
+    (HERMES_TEMPLATE, '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa', '{"city": "Pa'),
+    (HERMES_TEMPLATE, '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"', '{"city": "Paris"'),
+    (HERMES_TEMPLATE, '<tool_call>\n{"name": "get_weather", "arguments": {"day": 1}}\n</tool', '{"day": 1}'),
+    (QWEN_TEMPLATE, "<tool_call>\n<function=get_wea", None),
+    (QWEN_TEMPLATE, "<tool_call>\n<function=get_weather>\n<parame", "{"),
+    (QWEN_TEMPLATE, "<tool_call>\n<function=get_weather>\n<parameter=city>\nPa", '{"city": "Pa'),
+    (QWEN_TEMPLATE, "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</par", '{"city": "Paris'),
+    (QWEN_TEMPLATE, "<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<", '{"city": "Paris"'),
+    (
+        QWEN_TEMPLATE,
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=day>\n12\n</pa",
+        '{"city": "Paris", "day": 12',
+    ),
+    (
+        QWEN_TEMPLATE,
+        "<tool_call>\n<function=get_weather>\n<parameter=day>\n12\n</parameter>\n</function>\n<",
+        '{"day": 12}',
+    ),
+    (GLM_TEMPLATE, "<tool_call>get_weather<arg_key>ci", "{"),
+    (GLM_TEMPLATE, "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Pa", '{"city": "Pa'),
+    (GLM_TEMPLATE, "<tool_call>get_weather<arg_key>day</arg_key><arg_value>12</arg_value>", '{"day": 12'),
+]
+
+
+@pytest.mark.parametrize(("template", "text", "arguments"), CUTS)
+def test_a_call_that_the_limit_of_a_reply_cuts(template, text, arguments):
+    """It was shown as text, with its tags."""
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}]
+    for step in (1, 5, len(text)):
+        parser, parts = ReplyParser(template, "", tools), Parts()
+        reply = f"Let me see.\n{text}"
+        for at in range(0, len(reply), step):
+            parser.push(reply[at : at + step], parts)
+        parser.finish(parts, is_cut=True)
+        assert parts.text == "Let me see."
+        assert [call["function"] for call in parts.tool_calls] == (
+            [] if arguments is None else [{"name": "get_weather", "arguments": arguments}]
+        )
+    whole, parser = Parts(), ReplyParser(template, "", tools)
+    parser.push(text, whole)
+    parser.finish(whole)
+    assert whole.text == text or whole.tool_calls
+
+
+@pytest.mark.parametrize("template", [HERMES_TEMPLATE, QWEN_TEMPLATE, GLM_TEMPLATE])
+def test_any_beginning_of_a_call_shows_no_tags(template):
+    write = {HERMES_TEMPLATE: hermes, QWEN_TEMPLATE: qwen, GLM_TEMPLATE: glm}[template]
+    text = write("edit", {"path": 'a"b\\c', "text": "x < y </p\n", "count": 3, "more": {"k": [1, "é"]}})
+    for end in range(1, len(text)):
+        parser, parts = ReplyParser(template, "", TOOLS), Parts()
+        parser.push(text[:end], parts)
+        parser.finish(parts, is_cut=True)
+        assert parts.text == ""
+        assert len(parts.tool_calls) <= 1

@@ -1,14 +1,16 @@
 """A random chat model small enough to generate hundreds of tokens a second on any backend."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 HIDDEN, LAYERS, HEADS, HEAD_DIM, FFN, CONTEXT = 32, 2, 4, 8, 48, 256
 END, MASK = "<|im_end|>", "<|mask|>"
+FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -16,9 +18,17 @@ TEMPLATE = (
 
 
 def write(
-    folder: Path, seed: int = 0, template: str | None = TEMPLATE, masked: bool = False, context: int = CONTEXT
+    folder: Path,
+    seed: int = 0,
+    template: str | None = TEMPLATE,
+    masked: bool = False,
+    context: int = CONTEXT,
+    fim: Sequence[str] = (),
 ) -> Path:
-    """A llama checkpoint of one-byte tokens with its tokenizer in `folder`; with `masked` a WeDLM one."""
+    """A llama checkpoint of one-byte tokens with its tokenizer in `folder`; with `masked` a WeDLM one.
+
+    fim  further tokens, which are not marked as special, as in Qwen's files; then two pairs of bytes are tokens too
+    """
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: id for id, token in enumerate(["<|im_start|>", END, *alphabet])}
@@ -26,9 +36,13 @@ def write(
     if masked:
         config = {"model_type": "wedlm", "mask_token_id": len(vocabulary), "head_dim": HEAD_DIM}
         vocabulary[MASK] = len(vocabulary)
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    merges = [("Ġ", "Ġ"), ("r", "e")] if fim else []
+    for token in ["".join(pair) for pair in merges] + list(fim):
+        vocabulary[token] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.add_special_tokens(["<|im_start|>", END, *([MASK] if masked else [])])
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in fim])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=bool(fim))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"eos_token": END} | ({"chat_template": template} if template else {})

@@ -40,8 +40,9 @@ def check(options: Speculation, model: Model, sampler: Sampler) -> None:
     mask_id(model)
     if options.wedlm.verify and not sampler.is_argmax:
         raise UsageError("wedlm_verify gives the text of greedy decoding; leave temperature and penalties out")
-    if sampler.guide is not None:
-        raise UsageError("spec wedlm fills masks out of order, which a guide cannot follow; choose spec off")
+    if sampler.guide is not None or sampler.sampling.reweigh is not None:
+        what = "reweigh" if sampler.guide is None else "a guide"
+        raise UsageError(f"spec wedlm fills masks out of order, which {what} cannot follow; choose spec off")
     if options.wedlm.checks and not sampler.is_argmax:
         raise UsageError(
             f"wedlm_sure {options.wedlm.sure:g} confirms tokens by greedy decoding; leave temperature and penalties out"

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 
 from generate import __version__
-from generate.server import chat, completions, messages, ollama, page, responses, utilities
+from generate.server import chat, completions, embeddings, infill, messages, ollama, page, responses, utilities
 from generate.server.answer import Generate, Utility
 from generate.server.errors import RETRY, ApiError
 from generate.server.facts import Facts
@@ -29,6 +29,7 @@ def build(service: Service, policy: Policy, log: Log) -> Guard:
     """Return the whole server as an ASGI application."""
     routes = [
         *_replies(service),  # looked up first
+        *_embeddings(service),
         *page.routes(),
         *_status(service),
         *_utilities(service),
@@ -81,10 +82,22 @@ def _replies(service: Service) -> list[BaseRoute]:
         **{f"{prefix}/completions": completions.parse for prefix in PREFIXES},
         **{f"{prefix}/responses": partial(responses.parse, service.store) for prefix in PREFIXES},
         "/v1/messages": messages.parse,
+        "/infill": infill.parse,
         "/api/chat": ollama.parse_chat,
         "/api/generate": ollama.parse_generate,
     }
     return [Route(path, Generate(service, parse), methods=["POST"]) for path, parse in parsers.items()]
+
+
+def _embeddings(service: Service) -> list[BaseRoute]:
+    inputs, contents = ("input", "content"), ("content", "input")
+    found: dict[str, tuple[tuple[str, ...], embeddings.Write]] = {
+        **{f"{prefix}/embeddings": (inputs, embeddings.openai) for prefix in PREFIXES},
+        "/embedding": (contents, embeddings.llama_cpp),
+        "/api/embed": (("input",), embeddings.ollama),
+        "/api/embeddings": (("prompt",), embeddings.ollama_one),
+    }
+    return [Route(path, embeddings.Embeddings(service, *how), methods=["POST"]) for path, how in found.items()]
 
 
 def _utilities(service: Service) -> list[BaseRoute]:

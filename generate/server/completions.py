@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.infill import Gap
 from common.pieces import Logprob
 from common.rules import whole
 from common.tokenizer import Tokenizer
@@ -12,6 +13,7 @@ from generate.server.errors import ApiError, envelope
 from generate.server.events import Echo, Event, Failed, Finish, Text, Usage, Whole, total
 from generate.server.facts import Facts
 from generate.server.fields import Fields, limit, priority, sampling, stops
+from generate.server.infill import check_fim
 from generate.server.task import Task
 from generate.server.wire import Frame, Parsed, finite, new_id, now, openai_usage, sse, timings, token_text
 
@@ -34,7 +36,8 @@ class Head:
 def parse(fields: Fields, facts: Facts) -> Parsed:
     """Read a request; raises ApiError."""
     fields.text("model")
-    prompts = _prompts(fields)
+    suffix = fields.text("suffix") or None
+    prompts = _prompts(fields, may_be_empty=suffix is not None)
     options = sampling(fields) | stops(fields, "stop") | priority(fields) | bias(fields, facts)
     limited = limit(fields, "max_tokens", "n_predict", minimum=0)
     generates = limited.get("max_tokens") != 0
@@ -47,14 +50,17 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     form = fields.object("response_format")
     if form is not None and form.text("type") != "text":
         raise fields.refuse("response_format", "Completions write plain text; Chat Completions keep a format")
-    if fields.text("suffix"):
-        raise fields.refuse("suffix", "text in the middle is not supported")
     n, echo = fields.take("n", whole(1, MOST_CHOICES), 1), fields.flag("echo", False)
     if fields.take("best_of", whole(1), n) != n:
         raise fields.refuse("best_of", f"it must be n, which is {n}")
     if not generates and not echo:
         key = "max_tokens" if fields.has("max_tokens") else "n_predict"
         raise fields.refuse(key, "it must be -1, for no limit, or at least 1 without echo")
+    if suffix is not None:
+        check_fim(facts.tokenizer, 400, "suffix")
+        if echo:
+            raise fields.refuse("suffix", "it does not go with echo")
+        prompts = [Gap(prompt, suffix) for prompt in prompts]
     if echo and n > 1:
         raise fields.refuse("n", "it must be 1 with echo")
     if len(prompts) * n > MOST_CHOICES:
@@ -67,9 +73,11 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies))
 
 
-def _prompts(fields: Fields) -> list[Any]:
-    """Return the prompts: one or several texts or lists of token ids."""
+def _prompts(fields: Fields, may_be_empty: bool) -> list[Any]:
+    """Return the prompts: one or several texts or lists of token ids; one text `may_be_empty` if a suffix follows."""
     prompt = fields.values.get("prompt")
+    if may_be_empty and prompt in ("", None):
+        return [""]
     if not isinstance(prompt, str | list) or not prompt:
         raise fields.refuse("prompt", PROMPT_WORDS)
     if isinstance(prompt, str) or isinstance(prompt[0], int):

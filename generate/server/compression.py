@@ -12,6 +12,7 @@ from common.checkpoint import open_checkpoint
 from common.compression import CHUNK, QUERIES, QUERY, SINKS, kept_spans, scored
 from common.errors import PromptTooLongError, UsageError
 from common.hub import resolve_model
+from common.infill import Gap
 from common.models import architecture
 from common.options import LoadOptions
 from generate.llm import LLM
@@ -76,8 +77,8 @@ class Compressor:
     def shorten(self, llm: LLM, task: Task, cancel: threading.Event) -> tuple[Task, int]:
         """Return `task` with its long prompts shortened, and the tokens that were left out.
 
-        Prompts of token ids, those that are echoed, conversations with tools, and prompts of which at least half is
-        cached are not changed.
+        Prompts of token ids, gaps in a text, prompts that are echoed, conversations with tools, and prompts of which at
+        least half is cached are not changed.
 
         cancel  ends the work at the drafter's next step, with BimetalError
         """
@@ -87,8 +88,10 @@ class Compressor:
         return replace(task, prompts=[prompt for prompt, _ in found]), sum(dropped for _, dropped in found)
 
     def _shorter(
-        self, llm: LLM, prompt: Chat | str | list[int], cancel: threading.Event
-    ) -> tuple[Chat | str | list[int], int]:
+        self, llm: LLM, prompt: Chat | Gap | str | list[int], cancel: threading.Event
+    ) -> tuple[Chat | Gap | str | list[int], int]:
+        if isinstance(prompt, Gap):
+            return prompt, 0
         ids = [self.drafter.tokenizer.encode_plain(text) for text in texts_of(prompt)]
         if not self._is_long(ids) or is_cached(llm, prompt):
             return prompt, 0

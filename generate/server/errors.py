@@ -14,6 +14,7 @@ OPENAI_TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
+    501: "not_supported_error",
     502: "server_error",
     503: "unavailable_error",
 }

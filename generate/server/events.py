@@ -1,10 +1,12 @@
 """The events of a reply, which every dialect writes in its own form, and a reply as the sum of its events."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 
 from common.pieces import Logprob, Piece, Stats
 from generate.server.errors import ApiError
+from generate.server.line_limits import LineLimits
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,20 @@ class Events:
     """Turns the pieces of one reply into events.
 
     first_call_only  a reply ends with its first call
+    limits           end a reply by its lines; None: nothing does
+    whole_calls      a call whose arguments are no JSON, because the reply ends in it, is left out
     """
 
-    def __init__(self, first_call_only: bool = False):
-        self._first_call_only = first_call_only
+    def __init__(self, first_call_only: bool = False, limits: LineLimits | None = None, whole_calls: bool = False):
+        self._first_call_only, self._limits, self._whole_calls = first_call_only, limits, whole_calls
         self._thought = 0
         self._held: list[Logprob] = []
-        self.is_over = False  # the rest of the reply is not read, except its figures
+        self._ended: str | None = None  # why the rest of the reply is not read, except its figures
+
+    @property
+    def is_over(self) -> bool:
+        """Test whether the reply has ended before its last piece."""
+        return self._ended is not None
 
     def of(self, piece: Piece) -> Iterator[Event]:
         """Yield the events of `piece`."""
@@ -123,23 +132,37 @@ class Events:
             if piece.finish_reason == "cancelled" and not self.is_over:
                 yield Failed(ApiError(503, "the server ended this reply, because it shuts down", retry=5))
                 return
-            reason = "tool_calls" if self.is_over else piece.finish_reason
+            reason = self._ended or piece.finish_reason
             yield Finish(reason, usage_of(stats, self._thought), piece.stop, piece.end, stats)
 
     def _content(self, piece: Piece) -> Iterator[Event]:
         reasoned = tuple(piece.logprobs[: piece.thought])
         if piece.reasoning or reasoned:
             yield Reasoning(piece.reasoning, reasoned)
-        if piece.text or (piece.finish_reason and self._held):
+        text = piece.text
+        if self._limits is not None:
+            text = self._limits.push(text)
+            self._ended = "length" if self._limits.is_over else None
+        if text or (piece.finish_reason and self._held):
             logprobs, self._held = tuple(self._held), []
-            yield Text(piece.text, logprobs)
+            yield Text(text, logprobs)
         for call in piece.tool_calls:
+            if self._whole_calls and not _is_json(call["function"]["arguments"]):
+                continue
             yield CallBegin(call["index"], call["id"], call["function"]["name"])
             yield CallArguments(call["index"], call["function"]["arguments"])
             yield CallEnd(call["index"])
             if self._first_call_only:
-                self.is_over = True
+                self._ended = "tool_calls"
                 return
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def usage_of(stats: Stats, reasoning: int) -> Usage:

@@ -95,14 +95,12 @@ def digest(key: str) -> bytes:
 
 
 MISSING = {  # the last parts of routes of other servers
-    **dict.fromkeys(("embeddings", "embedding", "embed"), "embeddings are not supported"),
     **dict.fromkeys(("rerank", "reranking"), "reranking is not supported"),
     **dict.fromkeys(("transcriptions", "translations", "speech"), "audio is not supported"),
     **dict.fromkeys(("generations", "edits"), "images are not supported"),
     **dict.fromkeys(("copy", "create", "delete", "push"), "one model is served, which requests do not change"),
     "batches": "python -m generate batch answers a file of OpenAI requests",
     "files": "files are not stored",
-    "infill": "text in the middle is not supported",
     "completion": "use /v1/completions",
 }
 

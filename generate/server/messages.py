@@ -91,6 +91,7 @@ def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
         first_call_only=not several,
         grammar=grammar,
         budget=budget,
+        whole_calls=True,
     )
     return task, thoughts
 

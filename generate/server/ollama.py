@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from common.infill import Gap
 from common.pieces import Logprob
 from common.rules import FINITE, Rule, whole
 from generate import __version__
@@ -22,6 +23,7 @@ from generate.server.errors import envelope
 from generate.server.events import CallArguments, CallBegin, CallEnd, Event, Failed, Finish, Reasoning, Text, Whole
 from generate.server.facts import Facts
 from generate.server.fields import TEXT, Fields, limit, sampling, stops
+from generate.server.infill import check_fim
 from generate.server.task import Chat, Task
 from generate.server.thinking import effort_options, options_of_begun, switch_options
 from generate.server.wire import Frame, Parsed, chat_logprobs, dumps
@@ -77,11 +79,16 @@ def parse_chat(fields: Fields, facts: Facts) -> Parsed:
 
 def parse_generate(fields: Fields, facts: Facts) -> Parsed:
     """Read a request of /api/generate; raises ApiError."""
-    for key in ("suffix", "template", "images", "context"):
+    for key in ("template", "images", "context"):
         if fields.values.get(key):
             raise fields.refuse(key, "it is not supported")
     prompt, system = fields.text("prompt", ""), fields.text("system", "")
     head = _head(fields, facts, False)
+    if suffix := fields.text("suffix"):
+        check_fim(facts.tokenizer, 400, "suffix")
+        if system:
+            raise fields.refuse("system", "it does not go with suffix, with which the prompt has no messages")
+        return _parsed(fields, facts, head, Gap(prompt, suffix))
     if not prompt:
         return _parsed(fields, facts, head, None)
     if fields.flag("raw", False) or not facts.template:
@@ -120,7 +127,7 @@ def _rendering(fields: Fields, facts: Facts) -> dict[str, Any]:
     return switch_options(fields.flag("think"), facts)
 
 
-def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | str | None) -> Parsed:
+def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | Gap | str | None) -> Parsed:
     """Read a request's options; a request without a prompt only loads or unloads the model."""
     given = fields.object("options") or Fields({})
     if isinstance(seed := given.values.get("seed"), int) and seed < 0:
@@ -138,6 +145,7 @@ def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | str | None)
         options,
         stream=fields.flag("stream", True),
         grammar=grammar_of(facts, tools, Choice("auto"), ollama_format(fields), True),
+        whole_calls=True,
     )
     return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies), MEDIA)
 
@@ -286,6 +294,7 @@ def show(facts: Facts) -> dict[str, Any]:
     capabilities = ["completion"]
     capabilities += ["tools"] if facts.takes_tools else []
     capabilities += ["thinking"] if facts.thinks else []
+    capabilities += [] if facts.tokenizer.fim.missing else ["insert"]
     info = {
         "general.architecture": facts.architecture,
         "general.parameter_count": facts.parameters,

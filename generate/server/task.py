@@ -12,11 +12,13 @@ from common.checks import check_fits
 from common.errors import PromptTooLongError, UsageError
 from common.grammar import SchemaError
 from common.guide import AfterReasoning, Guide
+from common.infill import Gap
 from common.reply import END_THINK, THINK
 from generate.llm import LLM, Prepared
 from generate.server.errors import ApiError, failure, too_long
 from generate.server.events import Echo, Event, Events, Failed, Finish, Usage, Whole
 from generate.server.facts import Facts
+from generate.server.line_limits import LineLimits
 
 BRIEF = 1 << 12  # characters of prompts that are prepared in about a millisecond
 SHORT = 1 << 16  # characters of prompts that are prepared in less time than a thread waits for others
@@ -50,7 +52,7 @@ class Grammar:
 class Task:
     """A request.
 
-    prompts          conversations, texts or token ids; each is replied to `n` times
+    prompts          conversations, texts, token ids or gaps in a text; each is replied to `n` times
     field            of the request that holds the prompts
     options          of generation, as keywords of GenerationOptions
     stream           the reply is sent while it is written
@@ -59,9 +61,11 @@ class Task:
     generates        whether there is a reply at all, or only an echo
     grammar          the grammar of the reply after its reasoning
     budget           most tokens of the reasoning
+    limits           makes what ends one reply by its lines; None: nothing does
+    whole_calls      calls that the end of the reply cuts are left out: their arguments are no JSON
     """
 
-    prompts: Sequence[Chat | str | list[int]]
+    prompts: Sequence[Chat | Gap | str | list[int]]
     options: Mapping[str, Any]
     n: int = 1
     stream: bool = False
@@ -71,6 +75,8 @@ class Task:
     grammar: Grammar | None = None
     budget: int | None = None
     field: str = "messages"
+    limits: Callable[[], LineLimits] | None = None
+    whole_calls: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,8 +116,7 @@ def compiled(facts: Facts, grammar: Grammar) -> Callable[[], Guide]:
 
 def is_short(task: Task, max_characters: int) -> bool:
     """Test whether a request has at most `max_characters` to prepare; a short one may continue a long conversation."""
-    given = [(each.messages, each.options, each.begun) if isinstance(each, Chat) else each for each in task.prompts]
-    count, left = 0, list[Any](given)
+    count, left = 0, list[Any](tuple(vars(p).values()) if isinstance(p, Chat | Gap) else p for p in task.prompts)
     while left and count <= max_characters:
         each = left.pop()
         if isinstance(each, Mapping):
@@ -191,8 +196,9 @@ async def reply_events(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncG
     options, prompt = dict(task.options), ready.prompt
     if ready.guide is not None:
         options["guide"] = ready.guide
-        if options.get("spec", llm.default_spec) == "wedlm":  # whose windows fill tokens out of order
-            options["spec"] = "off"
+    chooses = options.get("guide") or options.get("reweigh")
+    if chooses and options.get("spec", llm.default_spec) == "wedlm":  # whose windows fill tokens out of order
+        options["spec"] = "off"
     if index % task.n and options.get("seed") is not None:
         options["seed"] = (options["seed"] + index % task.n) % 2**64
     try:
@@ -201,7 +207,7 @@ async def reply_events(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncG
         if not task.generates:
             yield index, Finish("length", Usage(len(prompt.tokens)))
             return
-        made = Events(task.first_call_only)
+        made = Events(task.first_call_only, task.limits and task.limits(), task.whole_calls)
         async with llm.astream_prepared(prompt, **options) as stream:
             async for piece in stream:
                 for event in made.of(piece):

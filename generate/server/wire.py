@@ -46,7 +46,7 @@ class Parsed:
 
     task: Task
     writer: Callable[[str], StreamWriter]
-    whole: Callable[[Sequence[Whole]], dict[str, Any]]
+    whole: Callable[[Sequence[Whole]], Any]
     media: str = "text/event-stream"
 
 

@@ -11,6 +11,7 @@ from narrow import WIDE, narrow
 import generate
 from common.attention_scores import attention_to
 from common.demo import demo_path
+from common.embeddings import embed
 from common.errors import BimetalError
 from common.models import load_model
 from common.reference import NumpyOps
@@ -55,6 +56,17 @@ def forward(model, state, step):
 
 def one_by_one(model, state, ids):
     return tiny.run(model, state, ids, [1] * len(ids))
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings(model, name, ids, pooling):
+    """Of a short step, whose norm is otherwise part of the head's product, and of a long one."""
+    reference = tiny.load(name, NumpyOps())
+    for length in (40, 200):
+        tokens = ids[:length].tolist()
+        found, expected = (completed(embed(each, tokens, 512, pooling)) for each in (model, reference))
+        print(name, length, np.abs(found - expected).max())
+        assert found @ expected > 0.995
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])

@@ -68,6 +68,14 @@ def test_other_conversations_have_other_sessions() -> None:
     assert len({passed(json.dumps(body).encode()) for body in bodies}) == len(bodies)
 
 
+def test_requests_of_an_editor_have_the_session_of_their_file() -> None:
+    def session(prefix: str, line: str) -> bytes | None:
+        return passed(json.dumps({"input_prefix": prefix, "input_suffix": "", "prompt": line}).encode())
+
+    file = "import os\n" * 40
+    assert session(file, "    r") == session(file + "x = 1\n", "    re") != session("import io\n" * 40, "    r")
+
+
 def test_the_clients_session_stays() -> None:
     body = json.dumps({"messages": [ASK]}).encode()
     assert passed(body, headers=((b"x-session-id", b"mine"),)) == b"mine"

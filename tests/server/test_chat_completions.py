@@ -455,3 +455,45 @@ def test_allowed_tools(scripted, mode):
     scripted.post(URL, json={"messages": USER, "tools": tools, "tool_choice": chosen})
     prompt = scripted.llm.prompts[-1]
     assert ('"first"' in prompt, '"second"' in prompt) == (mode == "required", True)
+
+
+CUT = 'Look.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_max_tokens_cuts_has_the_arguments_so_far(scripted, stream):
+    """As in llama.cpp and vLLM; it was text with the model's tags. Clients see by `length` that it is incomplete."""
+    scripted.llm.text, scripted.llm.finish = CUT, "length"
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    fields = {"messages": [{"role": "user", "content": "1 and 2?"}], "tools": tools, "stream": stream}
+    response = scripted.post("/v1/chat/completions", json=fields)
+    if stream:
+        choices = [chunk["choices"][0] for chunk in sse(response)]
+        text = "".join(choice["delta"].get("content") or "" for choice in choices)
+        calls = [call["function"] for choice in choices for call in choice["delta"].get("tool_calls", ())]
+        name, arguments, reason = calls[0]["name"], calls[1]["arguments"], choices[-1]["finish_reason"]
+    else:
+        [choice] = response.json()["choices"]
+        text, reason = choice["message"]["content"], choice["finish_reason"]
+        name, arguments = choice["message"]["tool_calls"][0]["function"].values()
+    assert (text, name, arguments, reason) == ("Look.", "add", '{"a": 1, "b', "length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_apis_whose_arguments_are_objects_leave_a_cut_call_out(scripted, stream):
+    scripted.llm.text, scripted.llm.finish = CUT, "length"
+    tool = {"name": "add", "input_schema": {"type": "object"}}
+    fields = {"messages": [{"role": "user", "content": "1 and 2?"}], "stream": stream}
+    found = scripted.post("/v1/messages", json=fields | {"tools": [tool], "max_tokens": 9}).text
+    assert "max_tokens" in found
+    assert "tool_use" not in found
+    assert "tool_call" not in found
+    function = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    found = scripted.post("/api/chat", json=fields | {"tools": [function]}).text
+    assert '"done_reason":"length"' in found
+    assert "tool_call" not in found
+    responses = {"input": "1 and 2?", "tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}}]}
+    found = scripted.post("/v1/responses", json=responses | {"stream": stream, "max_output_tokens": 9}).text
+    assert '"status":"incomplete"' in found
+    assert "<tool_call>" not in found
+    assert r"{\"a\": 1, \"b" in found

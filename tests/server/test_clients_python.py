@@ -145,9 +145,8 @@ def test_openai_errors(live, openai):
         openai.chat.completions.create(model="scripted", messages=[USER])
     assert refused.value.code == "context_length_exceeded"
     del live.recorder.exchanges[-1]  # replayed against a model of another context
-    for ask in (openai.files.list, lambda: openai.embeddings.create(model="scripted", input="x")):
-        with pytest.raises(package.NotFoundError, match="is not a route here"):
-            ask()
+    with pytest.raises(package.NotFoundError, match="is not a route here"):
+        openai.files.list()
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     with pytest.raises(package.BadRequestError, match="only text is supported"):
         openai.chat.completions.create(model="scripted", messages=[{"role": "user", "content": [image]}])
@@ -291,9 +290,6 @@ def test_ollama(live):
     assert client.chat("scripted", [USER, said], options=options, keep_alive="5m").message.content == "three."
     assert live.llm.options[-1] == {"temperature": 0.5, "max_tokens": 9, "seed": 3, "stop": ("\n",)}
     assert client.generate("scripted", keep_alive=0).done_reason == "unload"
-    for ask in (client.embed, client.embeddings):
-        with pytest.raises(package.ResponseError, match="embeddings are not supported"):
-            ask("scripted", "x")
     with pytest.raises(package.ResponseError, match="only text is supported"):
         client.chat("scripted", [{**USER, "images": [b"x"]}])
     with pytest.raises(package.ResponseError) as refused:

@@ -256,8 +256,6 @@ def test_unknown_routes_and_methods(scripted):
 @pytest.mark.parametrize(
     ("path", "why"),
     [
-        ("/v1/embeddings", "embeddings are not supported"),
-        ("/api/embed", "embeddings are not supported"),
         ("/v1/rerank", "reranking is not supported"),
         ("/completion", "use /v1/completions"),
         ("/api/copy", "one model is served, which requests do not change"),
