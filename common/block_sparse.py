@@ -59,12 +59,12 @@ def _rows_of(blocks: np.ndarray, end: int) -> np.ndarray:
     return rows[rows < end]
 
 
-def _softmax(q: np.ndarray, keys: np.ndarray, first: int, seen: np.ndarray) -> np.ndarray:
-    """Weights (rows, heads, m) of q (rows, heads, D), rows from `first` on, for keys (m, D) of the rows `seen`."""
+def _softmax(q: np.ndarray, keys: np.ndarray, first: int, mask: np.ndarray) -> np.ndarray:
+    """Weights (rows, heads, m) of q (rows, heads, D), rows from `first` on, for keys (m, D) of the rows `mask`."""
     rows, heads, D = q.shape
     scores = (q.reshape(-1, D) @ keys.T).reshape(rows, heads, -1)
-    late = np.searchsorted(seen, first)  # all rows see the keys before
-    hidden = seen[late:] > np.arange(first, first + rows)[:, None]
+    late = np.searchsorted(mask, first)  # all rows see the keys before
+    hidden = mask[late:] > np.arange(first, first + rows)[:, None]
     scores[..., late:][np.broadcast_to(hidden[:, None], scores[..., late:].shape)] = -np.inf
     scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return scores / scores.sum(axis=-1, keepdims=True)

@@ -49,11 +49,11 @@ class Coupling(NamedTuple):
     sampling: Sampling
     numbers: np.ndarray
 
-    def ranked(self, ids: np.ndarray, logp: np.ndarray, k: int, at: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def ranked(self, ids: np.ndarray, logp: np.ndarray, k: int, position: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Choose the `k` candidates that the target most probably draws, best first, and their log-probabilities.
 
         ids, logp  (n, ..., m): candidates of n positions, most probable first, and their log-probabilities. The
-                   first position uses random number `at`.
+                   first position uses random number `position`.
 
         The target's cumulative probability, where the draft's is c, is taken as a random quantity with mean c and
         variance c (1 - c) / (1 + certainty), as those of a Dirichlet distribution around the draft's; its distribution
@@ -62,7 +62,7 @@ class Coupling(NamedTuple):
         """
         trust = ONE if k == 1 else SEVERAL
         m, rows = ids.shape[-1], ids.reshape(-1, ids.shape[-1])
-        number = np.repeat(self.numbers[at : at + len(ids)], len(rows) // len(ids))[:, None]
+        number = np.repeat(self.numbers[position : position + len(ids)], len(rows) // len(ids))[:, None]
         first = np.arange(0, rows.size, m)[:, None]  # where a row begins among all candidates
         order = rows.argsort(axis=-1) + first
         shares = self._probabilities(logp.reshape(rows.shape), trust).take(order)

@@ -15,7 +15,7 @@ SIGNS = {
 
 
 def wht(x: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """after * H(before * x) / sqrt(n) along the last axis: x (..., n), signs (n,), n = 2^k -> (..., n) float32.
+    """Compute after * H(before * x) / sqrt(n) along the last axis: x (..., n), signs (n,), n = 2^k -> (..., n) float32.
 
     H is Sylvester's matrix in natural order. It is symmetric: the inverse is this function with the signs swapped.
     Sums are float32, stages in the order of rising distance: the bits that kernels give.

@@ -48,9 +48,9 @@ class Host:
 
 @dataclass(frozen=True)
 class Link:
-    """Between machines: bytes per second, and the seconds of the smallest exchange.
+    """The connection between machines: bytes per second, and the seconds of the smallest exchange.
 
-    gpus  the machines are GPUs of one machine
+    gpus  whether the machines are GPUs of one machine
     """
 
     bandwidth: float
@@ -62,11 +62,11 @@ class Link:
 class Work:
     """Bytes and operations that a model needs.
 
-    held     bytes of each layer with its states, what is outside the layers with the first
+    held     bytes of each layer with its states; those outside the layers count to the first
     read     bytes that a token reads, without its experts
     experts  bytes of the experts that a token chooses; 0: the model has none
-    chosen   experts of a token and layer
-    flops    per token of a prompt
+    chosen   number of experts that a token chooses per layer
+    flops    floating-point operations per token of a prompt
     logits   bytes of a token's logits that ranks gather; 0: each has the whole head
     """
 
@@ -155,11 +155,11 @@ def step_time(host: Host, work: Work, share: float = 1.0) -> float:
     return share * ((work.read + work.experts) / host.bandwidth + host.step)
 
 
-def ways(hosts: Sequence[Host], link: Link, work: Work, part: Work | None, prompt: int) -> list[Way]:
+def ways(hosts: Sequence[Host], link: Link, work: Work, rank_work: Work | None, prompt: int) -> list[Way]:
     """List the ways in which the model fits, the fastest for one reply first; raises UsageError if there is none.
 
-    part    what each rank of tensor parallel over all hosts needs; None: they cannot share heads and channels equally
-    prompt  tokens before the first one of the reply
+    rank_work  of each rank of tensor parallelism over all hosts; None: they cannot share heads and channels equally
+    prompt     tokens before the first one of the reply
     """
     n, total = len(hosts), sum(work.held)
     found = []
@@ -172,7 +172,7 @@ def ways(hosts: Sequence[Host], link: Link, work: Work, part: Work | None, promp
     if n > 1:
         if way := _pipeline(hosts, link, work, prompt):
             found.append(way)
-        if part and (way := _tensor(hosts, link, part, prompt)):
+        if rank_work and (way := _tensor(hosts, link, rank_work, prompt)):
             found.append(way)
         if work.experts and (way := _experts(hosts, link, work, prompt)):
             found.append(way)
@@ -201,17 +201,17 @@ def _pipeline(hosts: Sequence[Host], link: Link, work: Work, prompt: int) -> Way
     return Way(f"pipeline over {n}", token, (n if link.gpus else 1) / token, first, True)
 
 
-def _tensor(hosts: Sequence[Host], link: Link, part: Work, prompt: int) -> Way | None:
-    n, layers = len(hosts), len(part.held)
-    if any(host.memory < sum(part.held) for host in hosts):
+def _tensor(hosts: Sequence[Host], link: Link, rank_work: Work, prompt: int) -> Way | None:
+    n, layers = len(hosts), len(rank_work.held)
+    if any(host.memory < sum(rank_work.held) for host in hosts):
         return None
 
     def exchanges(rows: int) -> float:
-        return 2 * layers * exchange(link, n, rows * part.hidden * ITEM)
+        return 2 * layers * exchange(link, n, rows * rank_work.hidden * ITEM)
 
-    gather = link.latency + (n - 1) / n * part.logits / link.bandwidth if part.logits else 0
-    token = max(step_time(host, part) for host in hosts) + exchanges(1) + gather
-    compute = max(prompt * part.flops / host.flops for host in hosts)
+    gather = link.latency + (n - 1) / n * rank_work.logits / link.bandwidth if rank_work.logits else 0
+    token = max(step_time(host, rank_work) for host in hosts) + exchanges(1) + gather
+    compute = max(prompt * rank_work.flops / host.flops for host in hosts)
     first = compute + _chunks(prompt) * exchanges(min(prompt, CHUNK)) + token
     return Way(f"tensor parallel over {n}", token, 1 / token, first, True)
 

@@ -110,12 +110,12 @@ def check_space(partial: Path, needed: int) -> None:
     check_room(partial.parent, needed, sum(file.stat().st_size for file in partial.iterdir()))
 
 
-def check_room(folder: Path, needed: int, held: int = 0) -> None:
-    """Refuse a result of `needed` bytes, `held` of them already written, that the disk of `folder` cannot hold."""
+def check_room(folder: Path, needed: int, written: int = 0) -> None:
+    """Refuse a result of `needed` bytes, `written` of them already written, that the disk of `folder` cannot hold."""
     free = shutil.disk_usage(folder).free
-    if needed > held + free:
+    if needed > written + free:
         raise BimetalError(
-            f"the result takes {shown_size(needed)}, and the disk of {folder} has {shown_size(held + free)} for it; "
+            f"the result takes {shown_size(needed)}, and the disk of {folder} has {shown_size(written + free)} for it; "
             "free some, or choose a smaller format"
         )
 

@@ -209,8 +209,10 @@ class PrefixCache:
             self._thin(entry)
         return entry
 
-    def _page(self, parent: Page, ids: np.ndarray, at: int, steps: Sequence[LongStep], rows: list[np.ndarray]) -> Page:
-        part, over = page_part(ids, at, steps)
+    def _page(
+        self, parent: Page, ids: np.ndarray, number: int, steps: Sequence[LongStep], rows: list[np.ndarray]
+    ) -> Page:
+        part, over = page_part(ids, number, steps)
         page = Page(chained_key(parent.key, part, over), parent, part.copy(), over, rows, self.clock)
         parent.children[page.key] = page
         self.bytes += page.nbytes
@@ -335,6 +337,6 @@ def _before(reading: Reading, length: int) -> tuple[LongStep, ...]:
     return tuple(step for step in reading.long_steps if step[1] <= length)
 
 
-def _is_cut(reading: Reading, at: int) -> bool:
-    """Test whether no long step of the reading spans position `at`."""
-    return not any(first < at < end for first, end in reading.long_steps)
+def _is_cut(reading: Reading, position: int) -> bool:
+    """Test whether no long step of the reading spans position `position`."""
+    return not any(first < position < end for first, end in reading.long_steps)

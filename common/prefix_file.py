@@ -247,8 +247,8 @@ def _end(entry: Any) -> int:
     return offsets[1] if isinstance(offsets, list) and len(offsets) == 2 and type(offsets[1]) is int else -1
 
 
-def _numbers(path: Path, metadata: dict[str, Any], name: str, count: int, most: int) -> list[int]:
+def _numbers(path: Path, metadata: dict[str, Any], name: str, count: int, limit: int) -> list[int]:
     words = str(metadata.get(name)).split()
-    if len(words) != count or not all(w.isascii() and w.isdecimal() and len(w) < 12 and int(w) <= most for w in words):
-        raise DamagedError(f"{path}: {name} is {metadata.get(name)!r:.40}; it must be {count} numbers up to {most}")
+    if len(words) != count or not all(w.isascii() and w.isdecimal() and len(w) < 12 and int(w) <= limit for w in words):
+        raise DamagedError(f"{path}: {name} is {metadata.get(name)!r:.40}; it must be {count} numbers up to {limit}")
     return [int(word) for word in words]

@@ -43,9 +43,9 @@ class Page:
         """Test whether the page is unused: without children and entries, and not the root."""
         return self.parent is not None and not self.children and not self.entries
 
-    def child(self, ids: np.ndarray, at: int, steps: Sequence[LongStep]) -> "Page | None":
-        """Return the child that holds page `at` of the tokens `ids`; token ids are compared."""
-        part, over = page_part(ids, at, steps)
+    def child(self, ids: np.ndarray, number: int, steps: Sequence[LongStep]) -> "Page | None":
+        """Return the child that holds page `number` of the tokens `ids`; token ids are compared."""
+        part, over = page_part(ids, number, steps)
         page = self.children.get(chained_key(self.key, part, over))
         return page if page is not None and page.steps == over and np.array_equal(page.tokens, part) else None
 
@@ -152,9 +152,9 @@ class Entry:
             base.used_below, base = now, base.base
 
 
-def page_part(ids: np.ndarray, at: int, steps: Sequence[LongStep]) -> tuple[np.ndarray, tuple[LongStep, ...]]:
-    """Return the tokens of page `at`, and the long steps that overlap it."""
-    return ids[at * PAGE : (at + 1) * PAGE], overlapping(steps, at * PAGE, (at + 1) * PAGE)
+def page_part(ids: np.ndarray, number: int, steps: Sequence[LongStep]) -> tuple[np.ndarray, tuple[LongStep, ...]]:
+    """Return the tokens of page `number`, and the long steps that overlap it."""
+    return ids[number * PAGE : (number + 1) * PAGE], overlapping(steps, number * PAGE, (number + 1) * PAGE)
 
 
 def overlapping(steps: Sequence[LongStep], first: int, end: int) -> tuple[LongStep, ...]:

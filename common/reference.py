@@ -158,7 +158,7 @@ class NumpyOps(Ops):
     ) -> Array:
         step.the_slot()
         parts = kv.append(step, k, v, q=q)
-        seen = [_seen_of(part, step, kv, window, causal) for part in parts]
+        seen = [_mask_of(part, step, kv, window, causal) for part in parts]
         keys, values = parts[0].rows if len(parts) == 1 else _joined(parts)
         joined = seen[0] if len(parts) == 1 else np.concatenate(seen, axis=1)
         return _attend(q, keys, values, joined, scale, step.is_long)
@@ -299,13 +299,13 @@ def product(x: np.ndarray, w: np.ndarray, is_long: bool = False) -> np.ndarray:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=-1)
 
 
-def _seen_of(part: VisibleRows, step: Step, kv: Any, window: int | None, causal: bool) -> np.ndarray:
+def _mask_of(part: VisibleRows, step: Step, kv: Any, window: int | None, causal: bool) -> np.ndarray:
     """Mark the rows of a part of a cache that each row of the step attends to: (T, n) bool."""
-    seen = seen_rows(step, part.positions, window, kv.sinks, causal)
+    mask = seen_rows(step, part.positions, window, kv.sinks, causal)
     if part.exact is not None:
         exact = exact_rows(step, part.positions, kv.spec.packing)
-        seen &= exact if part.exact else ~exact
-    return seen
+        mask &= exact if part.exact else ~exact
+    return mask
 
 
 def _joined(parts: Sequence[VisibleRows]) -> list[np.ndarray]:
@@ -320,7 +320,7 @@ def _latent_rows(kv: Any, latent: np.ndarray, k_rope: np.ndarray) -> np.ndarray:
 
 
 def _attend(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray, scale: float, is_long: bool
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray, scale: float, is_long: bool
 ) -> np.ndarray:
     """Compute softmax(scale q·k) v over seen rows: q (T, H, D), keys (n, K, D), values (n, K, Dv) -> (T, H, Dv)."""
     T, H, D = q.shape
@@ -330,24 +330,24 @@ def _attend(
     )  # a decoding row is computed alone
     out = []
     for rows in (slice(at, at + size) for at in range(0, T, size)):
-        columns = np.flatnonzero(seen[rows].any(axis=0))
+        columns = np.flatnonzero(mask[rows].any(axis=0))
         lowest, end = int(columns[0]), int(columns[-1]) + 1
         own = slice(lowest, end) if len(columns) == end - lowest else columns  # a slice is not copied
-        out.append(attend_part(q[rows], keys[own], values[own], seen[rows, own]))
+        out.append(attend_part(q[rows], keys[own], values[own], mask[rows, own]))
     return np.concatenate(out).reshape(T, H, -1)
 
 
-def _attend_row(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray) -> np.ndarray:
+def _attend_row(q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Compute `_attend_together` for one row that attends to all keys; einsum's order does not depend on threads."""
     scores = _softmax(np.einsum("tkgd,nkd->kgtn", q, keys))
     return np.einsum("kgtn,nkv->tkgv", scores, values)
 
 
-def _attend_together(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray) -> np.ndarray:
+def _attend_together(q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Compute softmax(q·k) v by BLAS: q (T, K, heads per group, D), keys (n, K, D), values (n, K, Dv)."""
     T, K, group, D = q.shape
     scores = q.transpose(1, 2, 0, 3).reshape(K, group * T, D) @ keys.transpose(1, 2, 0)
-    np.copyto(scores.reshape(K, group, T, -1), -np.inf, where=~seen)
+    np.copyto(scores.reshape(K, group, T, -1), -np.inf, where=~mask)
     out = _softmax(scores) @ values.transpose(1, 0, 2)
     return out.reshape(K, group, T, -1).transpose(2, 0, 1, 3)
 

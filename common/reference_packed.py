@@ -67,8 +67,8 @@ class NumpyPacked:
 
     def append(self, step: Step, *rows: np.ndarray, q: np.ndarray | None = None) -> list[VisibleRows]:
         (k, v), past, packing, planes = rows, self.past, self.spec.packing, self.spec.planes
-        kept = _with_queries(step, k, q) if packing.calibration else k
-        calibration = self._calibration(step, kept)
+        keys_queries = _with_queries(step, k, q) if packing.calibration else k
+        calibration = self._calibration(step, keys_queries)
         new = [encoded(calibration.apply(k), planes[0]), encoded(v, planes[1])]
         self.codes.put(new)
         first = min(packing.first, past)
@@ -77,25 +77,25 @@ class NumpyPacked:
             keys = self.calibration.undo(keys)
         own = [calibration.undo(decoded(new[0], planes[0])), decoded(new[1], planes[1])]
         coded = [np.concatenate(pair) for pair in zip((keys, values), own, strict=True)]
-        (held,) = self.exact.append(step, kept, v)
+        (held,) = self.exact.append(step, keys_queries, v)
         exact = [held.rows[0][:, : k.shape[1]], held.rows[1]]
         return [VisibleRows(coded, np.arange(first, past), exact=False), VisibleRows(exact, held.positions, exact=True)]
 
-    def _calibration(self, step: Step, kept: np.ndarray) -> Calibration:
+    def _calibration(self, step: Step, keys_queries: np.ndarray) -> Calibration:
         """Return the calibration that encodes the step's keys; rows whose path is too short have none.
 
-        kept  the step's keys and queries, (T, 2 K, D)
+        keys_queries  the step's keys and queries, (T, 2 K, D)
         """
         n = self.spec.packing.calibration
         if self.calibration is not None:
             return self.calibration
         plane, known = self.spec.planes[0], self.exact.planes[0][:n]  # all committed rows
         none = Calibration.none((plane.heads, plane.dim))
-        if not n or self.past + len(kept) < n:
+        if not n or self.past + len(keys_queries) < n:
             return none
         if step.is_chain:
-            return Calibration.of(np.concatenate([known, kept])[:n])
-        paths = [np.concatenate([known, kept[seen]])[:n] for seen in step.visible]
+            return Calibration.of(np.concatenate([known, keys_queries])[:n])
+        paths = [np.concatenate([known, keys_queries[seen]])[:n] for seen in step.visible]
         each = [Calibration.of(path) if len(path) == n else none for path in paths]
         return Calibration(*(np.stack(part) for part in zip(*each, strict=True)))
 

@@ -53,7 +53,7 @@ class NumpyRows:
         """Append the step's rows, in their formats, to the past; return their end."""
         end = self.past + len(rows[0])
         if end > len(self.planes[0]):
-            self.planes = [_grown(held, room_for(end, len(held)), self.past) for held in self.planes]
+            self.planes = [_grown(held, grown_rows(end, len(held)), self.past) for held in self.planes]
         for held, new in zip(self.planes, rows, strict=True):
             held[self.past : end] = new
         return end
@@ -116,21 +116,21 @@ def decoded(rows: np.ndarray, plane: Plane) -> np.ndarray:
     return unrotate(values) if plane.rotated else values
 
 
-def room_for(end: int, room: int) -> int:
-    """Compute the rows of an array of `room` rows after it has grown to hold `end`."""
-    return room if end <= room else max(2 * room, end)
+def grown_rows(needed: int, allocated: int) -> int:
+    """Compute the rows of an array of `allocated` rows once it has grown to hold `needed` rows."""
+    return allocated if needed <= allocated else max(2 * allocated, needed)
 
 
 def rows_held(tokens: int, rows: int) -> int:
     """Compute the rows of NumpyRows' arrays after `tokens` tokens have been read in steps of `rows`."""
-    room = 0
+    allocated = 0
     for end in (*range(rows, tokens, rows), tokens):
-        room = room_for(end, room)
-    return room
+        allocated = grown_rows(end, allocated)
+    return allocated
 
 
-def _grown(rows: np.ndarray, room: int, past: int) -> np.ndarray:
-    grown = np.empty((room, *rows.shape[1:]), rows.dtype)
+def _grown(rows: np.ndarray, allocated: int, past: int) -> np.ndarray:
+    grown = np.empty((allocated, *rows.shape[1:]), rows.dtype)
     grown[:past] = rows[:past]
     return grown
 

@@ -75,31 +75,32 @@ class ReplyParser:
         while self._state(parts, True):
             pass
 
-    # The states. Each takes text from _held, and returns whether the state that it has set can continue.
+    # The states. Each takes text from _held, and returns whether the state that it has set can continue. `is_last`: no
+    # more text follows.
 
-    def _start(self, parts: Parts, end: bool) -> bool:
+    def _start(self, parts: Parts, is_last: bool) -> bool:
         begun = self._held.lstrip()
         if begun.startswith(THINK):
             self._held, self._state = begun[len(THINK) :], self._reasoning
             return True
-        if THINK.startswith(begun) and not end:
+        if THINK.startswith(begun) and not is_last:
             return False
         self._state = self._text
         return True
 
-    def _reasoning(self, parts: Parts, end: bool) -> bool:
+    def _reasoning(self, parts: Parts, is_last: bool) -> bool:
         at = self._held.find(END_THINK)
-        until = at if at >= 0 else len(self._held) - (0 if end else overlap(self._held, END_THINK))
+        until = at if at >= 0 else len(self._held) - (0 if is_last else overlap(self._held, END_THINK))
         sure = self._held[:until].rstrip()
         parts.reasoning += sure if self._shown else sure.lstrip()
         self._shown |= bool(sure)
         if at < 0:
-            self._held = "" if end else self._held[len(sure) :]
+            self._held = "" if is_last else self._held[len(sure) :]
             return False
         self._held, self._state, self._shown = self._held[at + len(END_THINK) :], self._text, False
         return True
 
-    def _text(self, parts: Parts, end: bool) -> bool:
+    def _text(self, parts: Parts, is_last: bool) -> bool:
         if self._thinks and not self._shown:
             self._held = self._held.lstrip("\n")
         if self._syntax is None:
@@ -113,7 +114,7 @@ class ReplyParser:
             self._body = self._scan = self._held.find(opener) + (0 if self._bare else len(OPEN))
             self._state = self._call
             return True
-        if not end:
+        if not is_last:
             keep = max(overlap(self._held, opener) for opener in self._openers)
             self._show(parts, len(self._held[: len(self._held) - keep].rstrip()))
         elif self._held.strip() or not self._after_call:
@@ -121,7 +122,7 @@ class ReplyParser:
             self._show(parts, len(self._held) - tag)
         return False
 
-    def _call(self, parts: Parts, end: bool) -> bool:
+    def _call(self, parts: Parts, is_last: bool) -> bool:
         """Read a call up to its closing tag; a malformed call becomes text. False: more of the reply is needed."""
         assert self._syntax
         lead = self._syntax.lead
@@ -130,7 +131,7 @@ class ReplyParser:
             self._state = self._text
             return True
         at = self._held.find(CLOSE, self._scan)
-        if at < 0 and not end:
+        if at < 0 and not is_last:
             self._scan = max(self._body, len(self._held) - len(CLOSE) + 1)
             return False
         closed = at >= 0

@@ -316,9 +316,9 @@ class StepResults:
         except NotFiniteError:
             return [self._token(at) for at in range(len(self.arrays[0]))]
 
-    def _token(self, at: int) -> int | Exception:
+    def _token(self, index: int) -> int | Exception:
         try:
-            return int(self.read(0, slice(at, at + 1))[0])
+            return int(self.read(0, slice(index, index + 1))[0])
         except NotFiniteError as error:
             return error
 

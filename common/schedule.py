@@ -155,7 +155,7 @@ class Schedule:
         """Choose the sequence that is suspended when memory runs out: the lowest priority, then the youngest."""
         return min(running, key=lambda item: (item.priority, -item.arrival))
 
-    def next_back(self, suspended: Collection[T]) -> T:
+    def next_resumed(self, suspended: Collection[T]) -> T:
         """Choose the suspended sequence that resumes first."""
         return max(suspended, key=lambda item: (item.priority, -item.arrival))
 

@@ -61,7 +61,7 @@ class Suspended:
         if running and not self.has_ended:
             return None
         self.has_ended = False
-        sequence = self._schedule.next_back(self.sequences)
+        sequence = self._schedule.next_resumed(self.sequences)
         assert sequence.slot
         needs = [(each.slot, each.granted) for each in (sequence, *running) if each.slot]
         if running and not self._memory.has_room(needs, self._taken(running)):

@@ -64,12 +64,13 @@ class Answer:
     """Result of one request; times in seconds.
 
     first   from the request to the first token
+    total   from the request to the end of the reply
     gaps    between events that bring tokens
     tokens  of the reply as the server counts them, else the events that brought text
     """
 
     first: float = 0.0
-    whole: float = 0.0
+    total: float = 0.0
     tokens: int = 0
     gaps: list[float] = field(default_factory=list)
     error: str = ""
@@ -95,7 +96,7 @@ def run(options: ServeBench) -> int:
     figures = {
         "first token, ms": [answer.first for answer in good],
         "between tokens, ms": [gap for answer in good for gap in answer.gaps],
-        "whole reply, ms": [answer.whole for answer in good],
+        "whole reply, ms": [answer.total for answer in good],
     }
     print(f"{'':20} " + " ".join(f"{'p' + str(p):>9}" for p in PERCENTILES))
     for name, values in figures.items():
@@ -217,7 +218,7 @@ async def _entry(options: ServeBench, path: str, body: dict[str, Any], *keys: st
 
 
 async def _load(options: ServeBench, prompts: Sequence[str]) -> tuple[list[Answer], float]:
-    """Send all requests; their answers, and the seconds from the first request to the last answer."""
+    """Send all requests; return their answers, and the seconds from the first request to the last answer."""
     chance, room = random.Random(options.seed), asyncio.Semaphore(options.concurrency)
     with tqdm(total=len(prompts), desc="requests", leave=False, disable=None) as bar:
 
@@ -271,7 +272,7 @@ async def _ask(options: ServeBench, prompt: str) -> Answer:
             else:
                 answer.gaps.append(now - last)
             last = now
-        answer.whole, answer.tokens = time.perf_counter() - started, answer.tokens or events
+        answer.total, answer.tokens = time.perf_counter() - started, answer.tokens or events
         if not events:
             raise BimetalError("the reply has no text")
         return answer

@@ -79,8 +79,8 @@ class MlxPacked:
         q  (T, H, D): the step's queries; None: the rows have none
         """
         past, T = self.past, len(step)
-        kept = self._kept(step, k, q)
-        calibration = self._calibration(step, kept)
+        keys_queries = self._with_queries(step, k, q)
+        calibration = self._calibration(step, keys_queries)
         keys, values = self.codes.write(calibration.apply(k), v.astype(mx.float32))
         first = min(self.spec.packing.first, past)
         if self.calibration is not None:
@@ -88,7 +88,7 @@ class MlxPacked:
         elif self.spec.packing.calibration:  # only the step's rows may have one
             keys = mx.concatenate([keys[:, :, :past], calibration.undo(keys[:, :, past:])], axis=2)
         codes = [rows[:, :, first:].astype(self.dtype) for rows in (keys, values)]
-        exact = self.exact.write(kept, v)
+        exact = self.exact.write(keys_queries, v)
         early = min(self.exact.sinks, past)
         late = np.arange(past - (exact[0].shape[2] - T - early), past)
         places = np.concatenate([np.arange(early), late])
@@ -101,15 +101,15 @@ class MlxPacked:
         rows   queries (T, H, D), keys and values (1, K, T, D); of steps that `is_uniform`
         scale  of the queries
         """
-        (asked, k, v), past, planes, T = rows, self.past, self.spec.planes, len(step)
-        q = asked.astype(mx.float32) * scale
+        (queries, k, v), past, planes, T = rows, self.past, self.spec.planes, len(step)
+        q = queries.astype(mx.float32) * scale
         repeats, bias = q.shape[1] // k.shape[1], mx.zeros(q.shape[:2])
         query = q
         if self.calibration is not None:
             mean, widths = (mx.repeat(part.squeeze((0, 2)), repeats, axis=0) for part in self.calibration)  # (H, D)
             query, bias = q * widths, (q * mean).sum(axis=-1)
         self.codes.put(self._encoded(k, v))
-        exact = self.exact.write(self._kept(step, k, asked), v)
+        exact = self.exact.write(self._with_queries(step, k, queries), v)
         exact[0] = exact[0][:, : k.shape[1]]
         native, early = self.spec.exact.planes, min(self.exact.sinks, past)
         rotated = rotate(query) if planes[0].rotated else query
@@ -118,8 +118,8 @@ class MlxPacked:
             CachePart(q, mx.zeros(q.shape[:2]), exact, native, exact[0].shape[2] - T, early, EXACT),
         ]
 
-    def _kept(self, step: Step, k: mx.array, q: mx.array | None) -> mx.array:
-        """Return k (1, K, T, D), with a calibration and one query beside each head (`common.storage.ExactSpec`)."""
+    def _with_queries(self, step: Step, k: mx.array, q: mx.array | None) -> mx.array:
+        """Return k (1, K, T, D); for calibration with one query of each group, (1, 2 K, T, D) (`storage.ExactSpec`)."""
         if not self.spec.packing.calibration:
             return k
         if q is None:
@@ -142,10 +142,10 @@ class MlxPacked:
         n = self.spec.packing.calibration
         return not n or self.calibration is not None or self.past + len(step) < n
 
-    def _calibration(self, step: Step, kept: mx.array) -> Calibration:
+    def _calibration(self, step: Step, keys_queries: mx.array) -> Calibration:
         """Return the calibration that encodes the step's keys; none for rows whose path is too short.
 
-        kept  the step's keys, and queries beside them, (1, 2 K, T, D)
+        keys_queries  the step's keys, and queries beside them, (1, 2 K, T, D)
         """
         n, past = self.spec.packing.calibration, self.past
         if self.calibration is not None:
@@ -155,10 +155,10 @@ class MlxPacked:
             return none
         known = self.exact.committed()[0][:, :, :n]
         if step.is_chain:
-            return Calibration.of(mx.concatenate([known, kept], axis=2)[:, :, :n])
+            return Calibration.of(mx.concatenate([known, keys_queries], axis=2)[:, :, :n])
         paths = [np.flatnonzero(seen)[: n - past] for seen in step.visible]
         each = [
-            Calibration.of(mx.concatenate([known, kept[:, :, mx.array(path)]], axis=2))
+            Calibration.of(mx.concatenate([known, keys_queries[:, :, mx.array(path)]], axis=2))
             if past + len(path) == n
             else none
             for path in paths

@@ -55,6 +55,16 @@ def test_tests_that_are_named_exist(page):
     assert [name for name in names if not any(ROOT.glob(name.rstrip("/")))] == []
 
 
+def test_extending_names_what_a_family_needs():
+    """Whatever the code reads from a family's module is in the list for a new one."""
+    sources = [path.read_text() for folder in ("common", "generate") for path in (ROOT / folder).rglob("*.py")]
+    pattern = r"\b(?:definition|architecture\(checkpoint\)\[1\])\.(\w+)|getattr\([^,]+, \"([A-Z_\d]+)\""
+    found = {"".join(names) for text in sources for names in re.findall(pattern, text)}
+    assert {"read_config", "EXCEEDS_FLOAT16", "MTP", "NORM_FIX"} <= found
+    listed = (ROOT / "docs/extending.md").read_text().partition("## A model family")[2].partition("\n## ")[0]
+    assert [name for name in sorted(found) if not re.search(rf"`{name}\b", listed)] == []
+
+
 def test_extending_names_what_exists():
     """Files, and names in capitals that stand before `in` and a file."""
     text = re.sub(r"\s+", " ", (ROOT / "docs/extending.md").read_text())

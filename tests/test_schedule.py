@@ -204,7 +204,7 @@ def test_without_joined_steps_sequences_take_turns():
 def test_the_youngest_of_the_lowest_priority_gives_its_memory():
     schedule, items = Schedule(True), [Fake(1), Fake(2), Fake(3, priority=1), Fake(4, priority=1)]
     assert schedule.victim(items).arrival == 2
-    assert schedule.next_back(items).arrival == 3
+    assert schedule.next_resumed(items).arrival == 3
 
 
 def test_a_full_queue_refuses():

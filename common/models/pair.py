@@ -158,14 +158,14 @@ class Pair(Model):
             found = self.found(self.run_pass(state, request.inputs), request)
 
     def ranked(
-        self, ids: np.ndarray, logp: np.ndarray, k: int, coupling: Coupling | None, at: int = 0
+        self, ids: np.ndarray, logp: np.ndarray, k: int, coupling: Coupling | None, position: int = 0
     ) -> tuple[np.ndarray, ...]:
         """Return the `k` best of the tokens that `found` gave, as `drafting` returns them.
 
-        at  position that row 0 predicts, counted from 0 at the first token after the newest
+        position  position that row 0 predicts, counted from 0 at the first token after the newest
         """
         ids = self.of_target(ids)
-        return (ids, logp) if coupling is None else coupling.ranked(ids, logp, k, at)
+        return (ids, logp) if coupling is None else coupling.ranked(ids, logp, k, position)
 
     def of_target(self, ids: np.ndarray) -> np.ndarray:
         """Return the target's ids of tokens of the draft's vocabulary."""
