@@ -146,7 +146,7 @@ def new_pieces(
 
     seen  as in `attend_long`
     """
-    (T, H), (window, sinks), wide, most = shape, seen, values.width, store.most
+    (T, H), (window, sinks), wide, most = shape, seen, values.width, store.max_rows
     trunk = piece_places(most, SPLIT_TILE, window, sinks, shares)
     count = trunk + tail_places(SPLIT_TILE, T)
     sums = sums_memory(context, (count, T, H, wide), most, len(store.lengths))
@@ -410,7 +410,7 @@ def _emit(lazy: Lazy, to: Target) -> None:
         emit_copy(lazy, to)
     else:
         out = out_of(to, lazy.K)
-        combine(lazy.context, pieces, D, step, out, code, view(gate, wide=D) if gate else NOTHING)
+        combine(lazy.context, pieces, D, step, out, code, view(gate, repeats=D) if gate else NOTHING)
 
 
 ATTENTION = Op("attention", _emit)

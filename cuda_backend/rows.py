@@ -159,7 +159,7 @@ def _emit_pointwise(lazy: Lazy, target: Target) -> None:
         kernel("light", name, defines)(grid, (64,), (view(x), view(y), out), stream=stream)
         return
     grid = (lazy.T, -(-int(out["groups"]) // 32))
-    kernel("rows", "pointwise")(grid, (256,), (code, view(x), view(y, wide=x.shape[-1]), out), stream=stream)
+    kernel("rows", "pointwise")(grid, (256,), (code, view(x), view(y, repeats=x.shape[-1]), out), stream=stream)
 
 
 NAMES = {COPY: "copy", ADD: "add", SWIGLU: "swiglu", MUL_SIGMOID: "mul_sigmoid", MUL_SOFTPLUS: "mul_softplus"}

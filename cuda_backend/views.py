@@ -25,10 +25,10 @@ def packed_only(out: np.ndarray) -> tuple[str, ...]:
     return (f"ONLY={1 if out['cols'] == 1 else 8}",) if packed else ()
 
 
-def view(x: Array, wide: int = 0) -> np.ndarray:
-    """Make the struct In of prelude.cuh: how a kernel reads x. A trailing axis of 1 is repeated `wide` times."""
-    if wide > 1 and x.shape[-1] == 1:
-        head, width, inner = x.strides[1] if len(x.shape) == 3 else 0, wide, 0
+def view(x: Array, repeats: int = 0) -> np.ndarray:
+    """Make the struct In of prelude.cuh: how a kernel reads x. A trailing axis of 1 is repeated `repeats` times."""
+    if repeats > 1 and x.shape[-1] == 1:
+        head, width, inner = x.strides[1] if len(x.shape) == 3 else 0, repeats, 0
     elif x.record is not None:
         return x.record
     else:

@@ -29,15 +29,15 @@ class KV:
 class KVStore(RowStore[KVSpec]):
     """Caches of all layers of one shape: per slot or page, keys [layer][kv_heads][place][row], then values.
 
-    most     largest number of positions, including the rows of a step
-    window   (positions that a row sees besides the sinks, 0: all; number of sinks, the first positions)
-    is_ring  whether later positions overwrite earlier ones: WindowStore
+    max_rows  largest number of positions, including the rows of a step
+    window    (positions that a row sees besides the sinks, 0: all; number of sinks, the first positions)
+    is_ring   whether later positions overwrite earlier ones: WindowStore
     """
 
     def __init__(self, spec: KVSpec, layers: int, slots: PoolSlots):
         super().__init__(spec, layers, slots)
         self.window, self.is_ring = (0, 0), False
-        self.places, self.most = self.places_of(spec, slots.capacity), rows_held(slots.capacity)
+        self.places, self.max_rows = self.places_of(spec, slots.capacity), rows_held(slots.capacity)
 
     @classmethod
     def places_of(cls, spec: KVSpec, capacity: int) -> Places:

@@ -45,7 +45,7 @@ class WindowStore(KVStore):
 
     def __init__(self, spec: KVSpec, layers: int, slots: PoolSlots):
         super().__init__(spec, layers, slots)
-        self.window, self.is_ring = (spec.window or 0, spec.sinks), self.places.capacity < self.most
+        self.window, self.is_ring = (spec.window or 0, spec.sinks), self.places.capacity < self.max_rows
         self.slot_bytes = planes_bytes(self.planes)
         self.rows_after = zeros(self.slot_bytes, self.stream) if self.is_ring else None
         self.step_rows = [0] * len(self.lengths)  # per slot, rows of a prefill step that wrote `rows_after`
