@@ -56,8 +56,8 @@ class ProcessExchange(NcclExchange):
 def _communicator(nccl: ModuleType, group: Group) -> Any:
     """Make the communicator of this rank, by an id that rank 0 gives to all."""
     try:
-        id = group.gather(None if group.rank else nccl.get_unique_id())[0]
-        return lasting(nccl.NcclCommunicator(group.size, tuple(id), group.rank))
+        id = bytes.fromhex(group.gather("" if group.rank else nccl.get_unique_id().hex())[0])
+        return lasting(nccl.NcclCommunicator(group.size, id, group.rank))
     except nccl.NcclError as error:
         raise BimetalError(f"NCCL does not join {group.size} ranks: {error}; NCCL_DEBUG=WARN shows why") from error
 

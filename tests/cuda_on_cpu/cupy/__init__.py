@@ -695,19 +695,19 @@ def receive(peer: socket.socket) -> bytes:
 servers: dict[int, socket.socket] = {}  # of ids that this process has made, by their ports
 
 
-def get_unique_id() -> tuple[int, ...]:
+def get_unique_id() -> bytes:
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     servers[port] = server
-    return (port // 256 - 128, port % 256 - 128, *[-128] * 126)  # chars, as CuPy shows them
+    return bytes([port // 256, port % 256, *[128] * 126])
 
 
 class NcclCommunicator:
-    def __init__(self, count: int, id: tuple[int, ...], rank: int):
-        if len(id) != 128 or not 0 <= rank < count:
+    def __init__(self, count: int, id: bytes, rank: int):
+        if not isinstance(id, bytes) or len(id) != 128 or not 0 <= rank < count:
             raise nccl.NcclError(f"rank {rank} of {count}, by an id of {len(id)}")
         self.device, self.count, self.rank, self.aborted = current(), count, rank, threading.Event()
-        port = (id[0] + 128) * 256 + id[1] + 128
+        port = id[0] * 256 + id[1]
         if rank == 0:
             found = {}
             for _ in range(count - 1):
