@@ -67,7 +67,8 @@ __device__ __forceinline__ void copy_part(u8* to, const u8* from, s64 bytes, s64
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+// With one CTA as the least, the compiler does not spill registers to have more of them.
+extern "C" __global__ void __launch_bounds__(256, 1)
 fetch(const HotLayer* layer, Choice choice, const int* ids, const StepState* step, int T, int k, int E) {
     release_next();  // the next kernel waits before it reads the tables
     __shared__ int chosen[MOST], missed[MOST], coming[SWAPS], going[LEAVING], cold, can_go, exchanges;
