@@ -6,59 +6,25 @@ from pathlib import Path
 from cuda_backend.layout import UNITS
 
 KERNELS = Path(__file__).with_name("kernels")
-ARCHITECTURES = {
-    "tall": "sm_90a",
-    "tall_latent": "sm_90a",
-    "wide": "sm_90a",
-}  # kernels with instructions of one compute capability alone
 OPTIONS = ("-std=c++17", "-fmad=false")  # sums are rounded as written, equally in all kernels
+WARP_GROUPS = ("tall", "tall_latent", "wide")
+PIECES = ("split", *WARP_GROUPS, "one_row", "latent")  # kernels that compute pieces of attention
+TO_CACHE = ("heads_to_cache", "to_cache")
+ARCHITECTURES = dict.fromkeys(WARP_GROUPS, "sm_90a")  # kernels with instructions of one compute capability alone
 HEADERS = (  # each header, and the kernels that need it, all of them after prelude.cuh
     ("tile.cuh", ("experts", "single", "repack", "expand")),
-    ("flash.cuh", ("attention", "split", "tall", "tall_latent", "wide", "one_row", "latent", "pieces")),
+    ("flash.cuh", ("attention", *PIECES, "pieces")),
     ("keys.cuh", ("sample", "draw", "top_k", "entropy")),
-    (
-        "plane.cuh",
-        (
-            "attention",
-            "choose_blocks",
-            "split",
-            "tall",
-            "tall_latent",
-            "wide",
-            "one_row",
-            "latent",
-            "copy_rows",
-            "heads_to_cache",
-            "to_cache",
-            "calibrate",
-        ),
-    ),
-    (
-        "exact.cuh",
-        ("attention", "split", "tall", "tall_latent", "wide", "one_row", "latent", "heads_to_cache", "to_cache"),
-    ),
-    (
-        "formats.cuh",
-        (
-            "attention",
-            "split",
-            "tall",
-            "tall_latent",
-            "wide",
-            "one_row",
-            "latent",
-            "heads_to_cache",
-            "to_cache",
-            "pieces",
-        ),
-    ),
-    ("encode.cuh", ("latent", "heads_to_cache", "to_cache")),
-    ("decode.cuh", ("attention", "split", "tall", "tall_latent", "wide", "one_row", "latent")),
-    ("operands.cuh", ("split", "tall", "tall_latent", "wide", "one_row")),
+    ("plane.cuh", ("attention", "choose_blocks", *PIECES, "copy_rows", *TO_CACHE, "calibrate")),
+    ("exact.cuh", ("attention", *PIECES, *TO_CACHE)),
+    ("formats.cuh", ("attention", *PIECES, *TO_CACHE, "pieces")),
+    ("encode.cuh", ("latent", *TO_CACHE)),
+    ("decode.cuh", ("attention", *PIECES)),
+    ("operands.cuh", ("split", *WARP_GROUPS, "one_row")),
     ("head.cuh", ("rows", "heads_to_cache")),
-    ("ring.cuh", ("experts", "single", "tall", "tall_latent", "wide")),
-    ("hopper.cuh", ("tall", "tall_latent", "wide")),
-    ("warp_groups.cuh", ("tall", "tall_latent", "wide")),
+    ("ring.cuh", ("experts", "single", *WARP_GROUPS)),
+    ("hopper.cuh", WARP_GROUPS),
+    ("warp_groups.cuh", WARP_GROUPS),
     ("product.cuh", ("experts", "single")),
     ("packed.cuh", ("single",)),
     ("convolve.cuh", ("delta", "prepare")),

@@ -5,17 +5,14 @@ PYTHONPATH=.:tests python tests/data/make_fim_golden.py path/to/llama-server
 
 import json
 import random
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import tiny_chat
+from llama_server import gguf_of, running
 
-URL = "http://127.0.0.1:8191"
 CONTEXT, LIMIT = 4096, 128  # also in tests/test_infill.py
 MODELS = {"repository": tiny_chat.FIM, "bare": tiny_chat.FIM[:3]}
 MUTED = (*tiny_chat.FIM[:3], "<|im_start|>")  # tokens that llama.cpp's replies go on after, and hide
@@ -49,47 +46,25 @@ def draws(rng: random.Random) -> list[dict[str, Any]]:
     return [{"input_prefix": text(rng, 30), "input_suffix": text(rng, 9), "seed": at} | given for at in range(60)]
 
 
-def post(sent: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(f"{URL}/infill", json.dumps(sent).encode(), {"content-type": "application/json"})
-    answer: dict[str, Any] = json.loads(urllib.request.urlopen(request).read())
-    return answer
-
-
-def asked(server: str, name: str, folder: Path, rng: random.Random) -> dict[str, Any]:
+def answers(server: str, name: str, folder: Path, rng: random.Random) -> dict[str, Any]:
     """Return the answers of a server over one model."""
     model = tiny_chat.write(folder / name, fim=MODELS[name], context=CONTEXT)
-    file = folder / f"{name}.gguf"
-    subprocess.run([sys.executable, "-m", "generate", "quantize", str(model), str(file), "--type", "F32"], check=True)
-    flags = f"-m {file} --port 8191 -t 1 -ctk f32 -ctv f32 -fa off -np 1 -c {CONTEXT} -n {LIMIT} -b 2048"
-    process = subprocess.Popen([server, *flags.split()], stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(100):
-            time.sleep(0.1)
-            try:
-                urllib.request.urlopen(f"{URL}/health")
-                break
-            except OSError:
-                continue
-        added = json.loads((model / "tokenizer.json").read_text())["added_tokens"]
-        lines = [[token["id"], -90.0] for token in added if token["content"] in MUTED]
-        lines += [[_byte(model, byte), 5.0] for byte in ("Ċ", "Ġ")]  # lines
-        rarely = [[token["id"], -90.0 if token["content"] in MUTED else -6.0] for token in added]
-        answers = []
+    added = json.loads((model / "tokenizer.json").read_text())["added_tokens"]
+    lines = [[token["id"], -90.0] for token in added if token["content"] in MUTED]
+    lines += [[_byte(model, byte), 5.0] for byte in ("Ċ", "Ġ")]  # lines
+    rarely = [[token["id"], -90.0 if token["content"] in MUTED else -6.0] for token in added]
+    found, chosen = [], []
+    with running(server, gguf_of(model), f"-np 1 -c {CONTEXT} -n {LIMIT} -b 2048") as post:
         for sent in requests(rng):
-            got = post(sent | {"logit_bias": lines, "cache_prompt": False})
+            got = post("/infill", sent | {"logit_bias": lines, "cache_prompt": False})
             sent["logit_bias"] = {str(id): value for id, value in lines}
-            answers.append({"sent": sent, "answer": {key: got[key] for key in KEPT}})
-        chosen = []
+            found.append({"sent": sent, "answer": {key: got[key] for key in KEPT}})
         for sent in draws(rng):
-            got = post(sent | {"logit_bias": rarely})
+            got = post("/infill", sent | {"logit_bias": rarely})
             for shown in got.get("completion_probabilities", []):  # none of a part of a character
                 ids = sorted(each["id"] for each in shown["top_probs"])
                 chosen.append({"prompt": got["prompt"], "candidates": ids})
-        bias = {str(id): value for id, value in rarely}
-        return {"answers": answers, "draws": chosen, "bias": bias}
-    finally:
-        process.kill()
-        process.wait()
+    return {"answers": found, "draws": chosen, "bias": {str(id): value for id, value in rarely}}
 
 
 def _byte(model: Path, token: str) -> int:
@@ -100,6 +75,6 @@ def _byte(model: Path, token: str) -> int:
 if __name__ == "__main__":
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
-        golden = {name: asked(sys.argv[1], name, Path(folder), rng) for name in MODELS}
+        golden = {name: answers(sys.argv[1], name, Path(folder), rng) for name in MODELS}
     out = Path(__file__).parent / "fim_golden.json"
     out.write_text(json.dumps(golden, separators=(",", ":")) + "\n")
