@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import BimetalError, NotFiniteError
+from common.errors import BimetalError, NotFiniteError, UsageError, shown
 from common.options import Sampling
 
 ONE = 1 << 40  # draw weight of the most probable token
@@ -91,6 +91,15 @@ def draw_weights(row: np.ndarray, s: Sampling) -> np.ndarray:
     return out
 
 
+def check_weights(weights: Any, given: np.ndarray) -> np.ndarray:
+    """Return `weights`, which a caller's `reweigh` made of the weights `given`; raises UsageError for unusable ones."""
+    if not isinstance(weights, np.ndarray) or (weights.shape, weights.dtype) != (given.shape, given.dtype):
+        raise UsageError(f"reweigh returned {shown(weights)}; it must return an array of {given.dtype}, {given.shape}")
+    if not weights.any():
+        raise UsageError("reweigh returned zeros alone; at least one token must have a weight")
+    return weights
+
+
 @contextmanager
 def _guiding() -> Iterator[None]:
     """Turn an exception of a caller's guide or `reweigh`, sys.exit included, into an error of its reply alone."""
@@ -119,9 +128,8 @@ class Sampler:
         s = sampling
         penalties = s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0
         self.penalizes = penalties or bool(s.logit_bias) or self.guide is not None or s.reweigh is not None
-        self.draw_options = (
-            s if s.temperature or s.reweigh is None else replace(s, temperature=1.0)
-        )  # greedy after `reweigh`
+        # with `reweigh`, a temperature of 0 takes the largest of the weights that it returns
+        self.draw_options = s if s.temperature or s.reweigh is None else replace(s, temperature=1.0)
         self.is_argmax = s.temperature == 0 and not self.penalizes
 
     def numbers(self, rows: int) -> np.ndarray:
@@ -159,7 +167,7 @@ class Sampler:
         weights = draw_weights(row, self.draw_options)
         if s.reweigh is not None:
             with _guiding():
-                weights = s.reweigh(weights)
+                weights = check_weights(s.reweigh(weights), weights)
             if s.temperature == 0:
                 return int(weights.argmax())
         sums = np.cumsum(weights)

@@ -10,7 +10,7 @@ from common.errors import BimetalError
 from common.hot_experts import ALIGN
 from cuda_backend.host_memory import HostMemory
 from cuda_backend.launch import Stream, kernel
-from cuda_backend.memory import Memory, copy_in
+from cuda_backend.memory import Memory, copy_in, upload
 from cuda_backend.weights import Segment, Weight
 
 GATE_UP, DOWN = 0, 1  # the stacks of a layer, in the order in which they are loaded
@@ -68,21 +68,13 @@ def parts_of_expert(stacks: Sequence[Stack], expert: int, slot: int) -> Iterator
         slot += stack.slot_bytes
 
 
-class Tables:
-    """Write entries of tables, in the order of `stream`: all changes between two steps in one launch."""
-
-    MOST = 4096  # entries of a launch: so many the driver copies from pageable memory without waiting
-
-    def __init__(self, stream: Stream):
-        self.stream, self.changes = stream, Memory(16 * self.MOST)
-
-    def write(self, entries: Sequence[tuple[int, int]]) -> None:
-        """Write (address of an entry, its value) pairs."""
-        for at in range(0, len(entries), self.MOST):
-            some = np.array(entries[at : at + self.MOST], np.uint64)
-            copy_in(self.changes.address, some, self.stream)
-            grid = (-(-len(some) // 256),)
-            kernel("moe", "place")(grid, (256,), (self.changes.address, len(some)), stream=self.stream)
+def write_addresses(entries: Sequence[tuple[int, int]], stream: Stream) -> None:
+    """Write (address of a table's entry, its value) pairs, in the order of `stream`."""
+    if not entries:
+        return
+    memory = upload(np.array(entries, np.uint64), stream)
+    kernel("moe", "place")((-(-len(entries) // 256),), (256,), (memory.address, len(entries)), stream=stream)
+    stream.synchronize()  # before `memory` is given back
 
 
 class Staging:

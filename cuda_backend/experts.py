@@ -20,7 +20,7 @@ from common.expert_stats import ExpertStats
 from common.experts import Residency
 from common.hot_experts import HotExperts, HotSizes, check_hot
 from common.step import MAX_DECODE_ROWS
-from cuda_backend.expert_stacks import DOWN, GATE_UP, Stack, Staging, Tables, copy, parts_of_expert, to_host
+from cuda_backend.expert_stacks import DOWN, GATE_UP, Stack, Staging, copy, parts_of_expert, to_host, write_addresses
 from cuda_backend.host_memory import HostMemory
 from cuda_backend.hot_layers import HotLayers
 from cuda_backend.launch import Stream
@@ -102,8 +102,7 @@ class ExpertStore:
             self.residency.finish(load)
             self.copied += size
             slots[self.layers.index(layer), expert] = load.slot
-        Tables(self.stream).write(entries)
-        self.stream.synchronize()
+        write_addresses(entries, self.stream)
         return slots
 
     def _slot_bytes(self, layer: int) -> int:

@@ -106,6 +106,21 @@ def test_an_error_of_the_sampler_ends_its_reply_alone(llm):
     assert llm.generate("a", max_tokens=2).finish_reason == "length"
 
 
+@pytest.mark.parametrize(
+    ("reweigh", "words"),
+    [
+        (lambda weights: weights[:3], "it must return an array of uint64"),
+        (lambda weights: weights.astype(float), "it must return an array of uint64"),
+        (lambda weights: None, "reweigh returned None"),
+        (lambda weights: 0 * weights, "at least one token must have a weight"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_cannot_be(temperature, reweigh, words):
+    with generate.load("demo", ctx=64) as llm, pytest.raises(UsageError, match=words):
+        llm.generate("a", reweigh=reweigh, temperature=temperature, max_tokens=2)
+
+
 def test_ids_of_the_files_metadata_come_first():
     tokens = ["<|endoftext|>", "a", "b", "<PRE>", "<SUF>", "<MID>", "<x>", "<y>", "<z>", "<r>"]
     config = {

@@ -7,7 +7,8 @@
 //           the columns; a third one copies tiles
 // Bound     two warp groups that wait for themselves and for each other. Of a tile of GLM-4.7-Flash with 16 rows, 7,300 cycles: products
 //           with keys 2,510 (32 columns for a product whose 64 rows come from shared memory, too), probabilities 1,060, products with
-//           values and sums 1,830, ends of pieces 1,500 to 1,850, waits 240. The tensor cores need 2,180
+//           values and sums 1,830, ends of pieces 1,500 to 1,850, waits 240; measured before a quarter's products hid the addition of
+//           two others, 9.37 ms a step, 9.19 since. The tensor cores need 2,180
 // Tried     a step of GLM-4.7-Flash of 16 rows at 32K, one H200: variant against the kernel of that time
 //           two products with values in progress -> 9.49 ms against 9.37: registers spill
 //           rows of sums written 16 bytes at a time -> ends of pieces 1,290 cycles against 1,500 to 1,850, values 1,980 against 1,830

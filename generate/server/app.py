@@ -91,13 +91,14 @@ def _replies(service: Service) -> list[BaseRoute]:
 
 def _embeddings(service: Service) -> list[BaseRoute]:
     inputs, contents = ("input", "content"), ("content", "input")
-    found: dict[str, tuple[tuple[str, ...], embeddings.Write]] = {
-        **{f"{prefix}/embeddings": (inputs, embeddings.openai) for prefix in PREFIXES},
-        "/embedding": (contents, embeddings.llama_cpp),
-        "/api/embed": (("input",), embeddings.ollama),
-        "/api/embeddings": (("prompt",), embeddings.ollama_one),
+    endpoint = partial(embeddings.Embeddings, service)
+    found = {
+        **{f"{prefix}/embeddings": endpoint(inputs, embeddings.openai) for prefix in PREFIXES},
+        "/embedding": endpoint(contents, embeddings.llama_cpp),
+        "/api/embed": endpoint(("input",), embeddings.ollama, cuts=True),
+        "/api/embeddings": endpoint(("prompt",), embeddings.ollama_one),
     }
-    return [Route(path, embeddings.Embeddings(service, *how), methods=["POST"]) for path, how in found.items()]
+    return [Route(path, each, methods=["POST"]) for path, each in found.items()]
 
 
 def _utilities(service: Service) -> list[BaseRoute]:

@@ -36,10 +36,11 @@ class Embeddings:
 
     keys   of the request's entry with the texts; the first that is given counts
     write  makes the body of the answer
+    cuts   whether a text beyond the context is cut, unless the request has `truncate: false`
     """
 
-    def __init__(self, service: Service, keys: Sequence[str], write: Write):
-        self.service, self.keys, self.write = service, keys, write
+    def __init__(self, service: Service, keys: Sequence[str], write: Write, cuts: bool = False):
+        self.service, self.keys, self.write, self.cuts = service, keys, write, cuts
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         facts, request = self.service.facts, Request(scope, receive)
@@ -49,7 +50,7 @@ class Embeddings:
     async def _answer(self, fields: Fields, facts: Facts, scope: Message, send: Send) -> None:
         llm, started = self.service.llm, time.perf_counter()
         key = next((key for key in self.keys if fields.has(key)), self.keys[0])
-        cuts = self.write is ollama and fields.flag("truncate", True)
+        cuts = self.cuts and fields.flag("truncate", True)
         fields.choice("encoding_format", *FORMATS)
         with self.service.admitted():
             inputs = _inputs(fields, key)
