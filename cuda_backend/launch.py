@@ -1,18 +1,16 @@
 """Compile kernels from CUDA C++ and launch them by their prototypes; streams; captured graphs."""
 
 import ctypes
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import cupy
-import numpy as np
 
 from common.errors import BimetalError
 from cuda_backend import cubin
 from cuda_backend.background_copies import BackgroundCopies
-from cuda_backend.prototypes import prototypes, type_of
+from cuda_backend.prototypes import Arguments, prototypes, type_of
 from cuda_backend.sources import ARCHITECTURES, OPTIONS, source
 from cuda_backend.staged import StagedCopies
 
@@ -30,13 +28,10 @@ class Stream:
 
     def __init__(self) -> None:
         self.cuda = cupy.cuda.Stream(non_blocking=True)
+        self.ptr = int(self.cuda.ptr)
         self.overlaps = self.joined = self.is_captured = False
         self.launches = 0
         self.copies, self.staged = BackgroundCopies(self.cuda), StagedCopies(self.cuda)
-
-    @property
-    def ptr(self) -> int:
-        return int(self.cuda.ptr)
 
     def record(self, event: cupy.cuda.Event) -> None:
         event.record(self.cuda)
@@ -59,7 +54,8 @@ class Kernel:
 
     def __init__(self, raw: Any, parameters: Sequence[str]):
         self.raw, self.parameters = raw, tuple(parameters)
-        self.converters = tuple(converter(type_of(parameter)) for parameter in parameters)
+        self.function: int = raw.kernel.ptr
+        self.arguments = Arguments([type_of(parameter) for parameter in parameters])
 
     def __call__(
         self,
@@ -70,42 +66,25 @@ class Kernel:
         *,
         stream: Stream,
     ) -> None:
-        if len(args) != len(self.converters):
-            raise TypeError(f"kernel {self.raw.name} takes {len(self.converters)} arguments, got {len(args)}")
-        values = tuple([convert(arg) for convert, arg in zip(self.converters, args, strict=True)])
+        try:
+            extra = self.arguments.pack(args)
+        except TypeError as error:
+            raise TypeError(f"kernel {self.raw.name}({', '.join(self.parameters)}) was given {error}") from error
         stream.launches += 1
         overlap, stream.joined = stream.overlaps and not stream.joined, False
+        dims = (*(*grid, 1, 1)[:3], *(*block, 1, 1)[:3])
         if not overlap:
-            self.raw(grid, block, values, shared_mem=shared_mem, stream=stream.cuda)
+            address = ctypes.addressof(extra)
+            cupy.cuda.driver.launchKernel(self.function, *dims, shared_mem, stream.ptr, 0, address)
             return
-        held = [np.asarray(value) for value in values]
-        pointers = (ctypes.c_void_p * len(held))(*(v.ctypes.data for v in held))
         attribute = _Attribute(id=6)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value[0] = 1
-        dims = (*(*grid, 1, 1)[:3], *(*block, 1, 1)[:3])
         config = _Config(*dims, shared_mem, stream.ptr, ctypes.pointer(attribute), 1)
         status = _driver().cuLaunchKernelEx(
-            ctypes.byref(config), ctypes.c_void_p(self.raw.kernel.ptr), pointers, ctypes.c_void_p()
+            ctypes.byref(config), ctypes.c_void_p(self.function), ctypes.c_void_p(), ctypes.byref(extra)
         )
         if status:
             raise RuntimeError(f"cuLaunchKernelEx returned {status} for {self.raw.name}")
-
-
-@cache
-def converter(dtype: np.dtype) -> Callable[[Any], Any]:
-    """Return the function that converts a number to a launch's argument, or refuses a record of another type."""
-    if dtype.names:
-
-        def record(value: Any) -> Any:
-            if value.dtype != dtype:
-                raise TypeError(f"a kernel takes a record of {dtype.names}, got {value.dtype.names or value.dtype}")
-            return value
-
-        return record
-    scalar = dtype.type
-    if dtype.kind == "f":
-        return scalar
-    return lambda value: scalar(operator.index(value))
 
 
 class Graph:

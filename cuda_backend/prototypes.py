@@ -3,7 +3,11 @@
 This module needs neither CuPy nor a GPU.
 """
 
+import ctypes
 import re
+import struct
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -78,6 +82,8 @@ TYPES: dict[str, np.dtype] = {
     "Meeting": MEETING,
 }
 ADDRESS = np.dtype(np.uint64)
+END, BUFFER_POINTER, BUFFER_SIZE = range(3)  # CU_LAUNCH_PARAM_*, cuda.h
+LIST = struct.calcsize("5P")  # bytes
 BOUNDS = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"
 PROTOTYPE = re.compile(
     rf'extern "C" __global__ void\s*(?:{BOUNDS})?\s*(?:CLUSTER\s+)?(?P<name>\w+)\((?P<parameters>[^)]*)\)'
@@ -93,3 +99,42 @@ def prototypes(code: str) -> dict[str, tuple[str, ...]]:
 def type_of(parameter: str) -> np.dtype:
     """Return the NumPy type of a parameter as written in a prototype; raises KeyError for a struct that TYPES lacks."""
     return ADDRESS if "*" in parameter else TYPES[parameter.replace("const ", "").split()[0]]
+
+
+class Arguments:
+    """Puts the arguments of a launch into host memory, in the form of the driver's parameter `extra`.
+
+    The memory begins with the list that `extra` points to: the address and the size of a buffer, which has the
+    arguments as C aligns them. One call of `struct` converts them all, because a step waits for its launches.
+    """
+
+    def __init__(self, types: Sequence[np.dtype]):
+        form = "5P"
+        self.records = {number: dtype for number, dtype in enumerate(types) if dtype.names}
+        for dtype in types:
+            padding = -struct.calcsize(form) % dtype.alignment
+            form += f"{padding}x{dtype.itemsize}s" if dtype.names else dtype.char
+        self.struct, self.count = struct.Struct(form), len(types)
+        self.size = ctypes.c_size_t(self.struct.size - LIST)
+
+    def pack(self, args: Sequence[Any]) -> ctypes.c_char:
+        """Return the first byte of the memory, which lives as long as it; raises TypeError for other arguments."""
+        if self.records and len(args) == self.count:
+            args = list(args)
+            for number, dtype in self.records.items():
+                args[number] = _bytes_of(args[number], dtype)
+        memory = bytearray(self.struct.size)
+        first = ctypes.c_char.from_buffer(memory)
+        address, size = ctypes.addressof(first), ctypes.addressof(self.size)
+        try:
+            self.struct.pack_into(memory, 0, BUFFER_POINTER, address + LIST, BUFFER_SIZE, size, END, *args)
+        except (struct.error, OverflowError) as error:
+            given = error if len(args) == self.count else f"{len(args)} arguments"
+            raise TypeError(str(given)) from error
+        return first
+
+
+def _bytes_of(record: Any, dtype: np.dtype) -> bytes:
+    if getattr(record, "dtype", None) != dtype:
+        raise TypeError(f"{type(record).__name__} {record} in place of a record of {', '.join(dtype.names or ())}")
+    return bytes(record.tobytes())

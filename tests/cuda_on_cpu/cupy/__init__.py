@@ -302,18 +302,26 @@ class RawModule:
 
 class Function:
     def __init__(self, name: str, params: tuple[str, ...], library: ctypes.CDLL, text: str):
-        self.name, self.kernel, self.device = name, self, current()
+        self.name, self.kernel, self.device, self.ptr = name, self, current(), next(numbers)
         self.types = [type_of(param) for param in params]
+        self.offsets = [0]
+        for dtype in self.types:
+            self.offsets[-1] += -self.offsets[-1] % dtype.alignment
+            self.offsets.append(self.offsets[-1] + dtype.itemsize)
         self.run = getattr(library, f"run_{name}")
         self.run.restype = ctypes.c_char_p
         self.wrote_beyond, self.waited = library.wrote_beyond, library.waited
         self.located = partial(build.located, library=library._name, text=text)
         self.max_dynamic_shared_size_bytes = 46 << 10  # of 48 KB, less what kernels declare themselves
+        functions[self.ptr] = self
 
-    def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0, stream: Any = None) -> None:
-        values = [np.asarray(arg) for arg in args]
-        if [v.dtype for v in values] != self.types:
-            raise TypeError(f"{self.name} takes {self.types}, got {[v.dtype for v in values]}")
+    def launch(self, grid: tuple, block: tuple, packed: bytes, shared_mem: int, stream: "Stream") -> None:
+        if len(packed) != self.offsets[-1]:
+            raise TypeError(f"{self.name} takes {self.offsets[-1]} bytes of arguments, got {len(packed)}")
+        if not all((*grid, *block)):
+            raise ValueError(f"{self.name} has the grid {grid} of blocks {block}")
+        places = zip(self.offsets, self.types, strict=False)
+        values = [np.frombuffer(packed, dtype, 1, offset)[0] for offset, dtype in places]
         belongs(self.name, self.device, stream.device)
         for value in values if COUNT > 1 else ():
             if "peer0" in (value.dtype.names or ()):
@@ -324,12 +332,13 @@ class Function:
             belongs(f"an argument of {self.name}", *map(device_of, addresses))
         if shared_mem > self.max_dynamic_shared_size_bytes:
             raise ValueError(f"{self.name} needs {shared_mem} bytes of shared memory, which were not allowed")
-        pointers = (ctypes.c_void_p * len(values))(*(v.ctypes.data for v in values))
-        sizes = [(ctypes.c_uint * 3)(*(*d, 1, 1)[:3]) for d in (grid, block)]
+        held = ctypes.create_string_buffer(packed)
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(held) + offset for offset in self.offsets[:-1]))
+        sizes = [(ctypes.c_uint * 3)(*each) for each in (grid, block)]
 
         again = [False]
 
-        def launch(values: list[np.ndarray] = values) -> None:  # keeps what the pointers point to
+        def launch(held: Any = held) -> None:  # keeps what the pointers point to
             with running:
                 self.waited(lost_peers[0], again[0])
                 error = self.run(pointers, *sizes)
@@ -351,7 +360,18 @@ class Function:
             stream.recording.append(launch)
 
 
+def launch_kernel(function: int, *rest: int) -> None:
+    """Launch as cuLaunchKernel does, with the arguments in a buffer that `extra` describes."""
+    dims, (shared_mem, stream, params, extra) = rest[:6], rest[6:]
+    one, address, two, size, end = (ctypes.c_size_t * 5).from_address(extra)
+    if (params, one, two, end) != (0, 1, 2, 0):
+        raise ValueError(f"a launch has the arguments {params}, and {one}, {two}, {end} beside its buffer's")
+    packed = ctypes.string_at(address, ctypes.c_size_t.from_address(size).value)
+    functions[function].launch(dims[:3], dims[3:], packed, shared_mem, streams[stream])
+
+
 COUNT = int(os.environ.get("BIMETAL_GPUS", "1"))
+functions: WeakValueDictionary[int, "Function"] = WeakValueDictionary()  # by the number that stands for their address
 here = threading.local()  # of each thread: `device`, the GPU that its calls go to
 running = threading.Lock()  # the engine runs one kernel at a time
 numbers = itertools.count(1)  # of streams
@@ -837,6 +857,7 @@ cuda.__dict__.update(
     ),
     device=SimpleNamespace(get_cublas_handle=lambda: 0),
     cublas=SimpleNamespace(gemmEx=gemm),
+    driver=SimpleNamespace(launchKernel=launch_kernel),
     get_elapsed_time=lambda begun, done: 1e3 * (done.seconds - begun.seconds),
 )
 sys.modules["cupy.cuda"] = cuda
