@@ -237,9 +237,9 @@ class Backend(ABC):
         return None
 
     def count_idle(self) -> Callable[[], float] | None:
-        """Begin to count the seconds in which the device waits for the host between steps, and return their reader.
+        """Begin to measure how long the device waits for the host between steps; None if the backend cannot.
 
-        None if the backend does not count them.
+        Returns a function that returns the mean seconds per step so far.
         """
         return None
 

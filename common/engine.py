@@ -12,11 +12,11 @@ from contextlib import suppress
 from traceback import clear_frames, print_exc
 from typing import Any, TypeVar
 
-from common.decode.alone import drafted
-from common.decode.requests import ASKS_ROWS, Draft, Stretch
+from common.decode.requests import ASKS_ROWS, Draft, DraftStretch, Stretch
 from common.decode.speculative import new_tuner
-from common.decode.tuner import FIRST, SharedTuner, TunerShare
+from common.decode.tuner import FIRST, FIRST_RECORDED, SharedTuner, TunerShare
 from common.decoders import Speculation
+from common.draft_stretches import DraftStretches
 from common.errors import CLOSED, BimetalError, NoRoomError
 from common.histogram import Histogram
 from common.models import Model
@@ -38,6 +38,7 @@ DEFAULTS = GenerationOptions()
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bounds of a histogram
 T = TypeVar("T")
 Launched = tuple[Sequence, Any, Any]  # a sequence of a step, its request, and its answer or error
+AnyStretches = Stretches | DraftStretches
 
 
 class Engine:
@@ -80,8 +81,8 @@ class Engine:
         self.step_tokens = Histogram(STEP_TOKENS)
         self.deliver: Callable[[], object] = lambda: None
         self._rows = RowRunner(decoding)
-        self._launched: deque[list[Launched] | Stretches] = deque()  # steps of micro-batches, answered later
-        self._stretches: list[Stretches] = []  # which the sequences of a step continue in its next one
+        self._launched: deque[list[Launched] | AnyStretches] = deque()  # steps of micro-batches, answered later
+        self._stretches: list[AnyStretches] = []  # which the sequences of a step continue in its next one
         self._inbox: deque[Sequence] = deque()
         self._open: set[Sequence] = set()  # submitted, and not ended
         self._lock = threading.Lock()
@@ -158,6 +159,8 @@ class Engine:
 
     def _turn(self) -> None:
         schedule, running = self.schedule, self.running
+        if not self._continues:
+            self._decline_drafts()
         if len(running) == 1 and type(running[0].request) in ASKS_ROWS:  # alone: nothing to choose or to count
             self._step(running[:1])
             return
@@ -185,6 +188,18 @@ class Engine:
         if chosen:
             self._step(chosen)
         schedule.has_decoded(time.perf_counter() - started)
+
+    def _decline_drafts(self) -> None:
+        """Let sequences request the parts of their speculative steps, unless one step serves all that decode."""
+        drafting = [each for each in self.running if type(each.request) is DraftStretch]
+        if not drafting:
+            return
+        shares = len(drafting) == 1 or self._rows.shares_drafts or drafting[0].speculation.kind == "lookup"
+        is_alone = len(drafting) == len([each for each in self.running if each.request is not None])
+        if not (shares and is_alone and self.schedule.joins and self.schedule.batches == 1):
+            for each in drafting:
+                while type(each.request) is DraftStretch:  # the first answer may end a stretch that has begun
+                    self._advance(each, None)
 
     def warm_up(self, size: Size) -> bool:
         """Run steps of a size, and keep nothing of them; while there are calls, run nothing and return False."""
@@ -320,7 +335,7 @@ class Engine:
         """Return this sequence's share of the tuner for calls with the same options."""
         key = sequence.speculation, sequence.sampler.is_argmax
         if key not in self.tuners:
-            first = FIRST if self.model.ops.built is None else 1
+            first = FIRST if self.model.ops.built is None else FIRST_RECORDED
             self.tuners[key] = SharedTuner(new_tuner(sequence.speculation, self.model, first), self._disturbances)
         return TunerShare(self.tuners[key])
 
@@ -385,10 +400,7 @@ class Engine:
         """Answer the draft requests of sequences, which share the draft's passes."""
 
         def drafts() -> list[Launched]:
-            asked = [each.asked_draft for each in asking]
-            if len(asked) == 1:
-                return _answered(asking, [drafted(self.target.decoding, *asked[0])])
-            return _answered(asking, self._rows.drafted(asked))
+            return _answered(asking, self._rows.drafted([each.asked_draft for each in asking]))
 
         answered = self._run(asking, drafts)
         if answered is not None:
@@ -414,7 +426,7 @@ class Engine:
             left = 0
         self._finish_launched(left)
 
-    def _launch(self, chosen: list[Sequence]) -> list[Launched] | Stretches | None:
+    def _launch(self, chosen: list[Sequence]) -> list[Launched] | AnyStretches | None:
         """Launch the rows that sequences requested; None if that failed."""
 
         def answers() -> list[Launched]:
@@ -422,9 +434,10 @@ class Engine:
             return _answered(chosen, [self._rows.alone(*asked[0])] if len(asked) == 1 else self._rows.together(asked))
 
         stretches = self._stretches_of(chosen)
-        return self._run(chosen, answers) if stretches is None else self._run(chosen, stretches.launch)
+        run: Callable[[], list[Launched] | AnyStretches] = answers if stretches is None else stretches.launch
+        return self._run(chosen, run)
 
-    def _stretches_of(self, chosen: list[Sequence]) -> Stretches | None:
+    def _stretches_of(self, chosen: list[Sequence]) -> AnyStretches | None:
         """Return the stretches of sequences that all ask for one; None, and end their others, if not all do."""
         for each in self._stretches:
             if each.sequences == chosen:
@@ -432,9 +445,13 @@ class Engine:
         for each in [each for each in self._stretches if not set(chosen).isdisjoint(each.sequences)]:
             self._stretches.remove(each)
             each.stop()
-        if not all(type(each.request) is Stretch for each in chosen):
+        kinds = {type(each.request) for each in chosen}
+        if kinds == {Stretch}:
+            self._stretches.append(Stretches(self._rows, chosen))
+        elif kinds == {DraftStretch}:
+            self._stretches.append(DraftStretches(self._rows, chosen))
+        else:
             return None
-        self._stretches.append(Stretches(self._rows, chosen))
         return self._stretches[-1]
 
     def _run(self, asking: list[Sequence], run: Callable[[], T]) -> T | None:
@@ -455,9 +472,9 @@ class Engine:
         while len(self._launched) > except_last:
             self._hand_out(self._launched.popleft())
 
-    def _hand_out(self, launched: list[Launched] | Stretches) -> None:
+    def _hand_out(self, launched: list[Launched] | AnyStretches) -> None:
         """Send sequences their answers."""
-        if isinstance(launched, Stretches):
+        if isinstance(launched, AnyStretches):
             self._hand_out_tokens(launched)
             return
         new, begins = 0, False
@@ -473,7 +490,7 @@ class Engine:
             new += sequence.new_tokens
         self._note_tokens(new, begins)
 
-    def _hand_out_tokens(self, stretches: Stretches) -> None:
+    def _hand_out_tokens(self, stretches: AnyStretches) -> None:
         """Hand out the tokens before a step, and continue the sequences whose stretch has ended."""
         ended, new, begins = stretches.hand_out()
         for each, error in ended:
@@ -536,5 +553,5 @@ def _answered(asking: list[Sequence], answers: List[Any]) -> list[Launched]:
     return [(each, each.request, answer) for each, answer in zip(asking, answers, strict=True)]
 
 
-def _sequences_of(launched: list[Launched] | Stretches) -> list[Sequence]:
-    return launched.sequences if isinstance(launched, Stretches) else [sequence for sequence, _, _ in launched]
+def _sequences_of(launched: list[Launched] | AnyStretches) -> list[Sequence]:
+    return launched.sequences if isinstance(launched, AnyStretches) else [sequence for sequence, _, _ in launched]

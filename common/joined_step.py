@@ -53,6 +53,22 @@ class JoinedStep(Step):
         count = len(positions)
         return cls(tokens, positions, _no_parents(count), np.asarray(slots, np.int32), parts, _single_rows(count))
 
+    @classmethod
+    def of_equal_runs(
+        cls, tokens: Any, starts: Sequence[int], rows: int, slots: Sequence[int] | None, is_block: bool = False
+    ) -> "JoinedStep":
+        """Join steps of `rows` rows each from positions `starts`, all of them chains, or blocks.
+
+        slots  of the sequences of a pool, whose steps need no parts; None: 0, 1, 2, ...
+        """
+        count, parts = len(starts), list[Step]()
+        if slots is None:
+            slots, make = range(count), Step.block if is_block else Step.chain
+            parts = [make(range(rows), start) for start in starts]
+        places = _places((rows,) * count, tuple(slots))
+        positions = np.add.outer(np.array(starts, np.int32), np.arange(rows, dtype=np.int32)).reshape(-1)
+        return cls(tokens, positions, None if is_block else _chains(count, rows), places.slots, parts, places.runs)
+
 
 class Places(NamedTuple):
     """The slot and the first row of each row's sequence, (T,) int32, and the rows of each sequence."""
@@ -76,6 +92,15 @@ def _places(sizes: tuple[int, ...], slots: tuple[int, ...]) -> Places:
 def _single_rows(count: int) -> list[slice]:
     """Return the rows of each of `count` sequences of one row."""
     return [slice(i, i + 1) for i in range(count)]
+
+
+@cache
+def _chains(count: int, rows: int) -> np.ndarray:
+    """Return the parents of `count` chains of `rows` rows; read-only."""
+    parents = np.arange(PAST, count * rows - 1, dtype=np.int32)
+    parents[::rows] = PAST
+    parents.flags.writeable = False
+    return parents
 
 
 @cache

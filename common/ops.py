@@ -295,6 +295,16 @@ class Ops(Backend):
         """Return ids and log-probabilities, (T, k) each, of the k best tokens of each row of logits (T, vocab)."""
         return top_k(self.read(logits), k)
 
+    def draft_chains(self, logits: Array, tokens: np.ndarray, first: int, count: int) -> Array:
+        """Return the newest token of each sequence and the `count` most probable ones after it, (n,) int32.
+
+        tokens  (sequences, rows) int32 of a draft's pass that has just run, on the host; column 0: the newest tokens
+        logits  (sequences * rows, vocab) of the pass; rows `first`, `first` + 1, ... of a sequence are of the tokens
+                after the newest
+        """
+        best = self.read(self.top_k(logits, 1)[0]).reshape(tokens.shape)
+        return np.concatenate([tokens[:, :1], best[:, first : first + count]], axis=1).reshape(-1)
+
     def argmax_entropy(self, logits: Array, excluded: int) -> tuple[Array, Array]:
         """Return the best token of each row of logits (T, vocab), and the row's entropy, both without token `excluded`.
 

@@ -163,6 +163,12 @@ class RowRunner:
         """
         pair = self.model
         assert isinstance(pair, Pair)
+        if len(requests) == 1:
+            ((state, draft),) = requests
+            try:
+                return [pair.drafted(state, *draft)]
+            except BimetalError as error:
+                return [error]
         drafting = [pair.drafting(*draft) for _, draft in requests]
         answers, passes = dict[int, Drafted | Exception](), dict[int, tuple[Pass, Step]]()
 
@@ -192,13 +198,9 @@ class RowRunner:
     def _found(self, pair: Pair, passes: list[tuple[State, Pass, Step]]) -> list[Any]:
         """Run one pass over sequences with equal numbers of rows; return each one's result or error."""
         states, steps = [state for state, _, _ in passes], [step for _, _, step in passes]
-        tokens, rows, pool = np.concatenate([step.tokens for step in steps]), len(steps[0]), states[0].pool
-        if pool is not None:
-            logits = pair.propose_each(pool, JoinedStep.of(steps, tokens, [state.slot for state in states]), rows)
-        else:
-            joined_pair: Any = self._model(False)
-            state = self._state_of(states, [False] * len(states))
-            logits = joined_pair.propose_each(state, JoinedStep.of(steps, tokens), rows)
+        tokens, rows = np.concatenate([step.tokens for step in steps]), len(steps[0])
+        slots = None if states[0].pool is None else [state.slot for state in states]
+        logits = self._proposed(states, JoinedStep.of(steps, tokens, slots))
         runs = [pair.rows_of_each(number, rows) for number in range(len(passes))]
         k = max(each.k for _, each, _ in passes)
         try:
@@ -215,6 +217,36 @@ class RowRunner:
             except BimetalError as error:
                 found.append(error)
         return found
+
+    def _proposed(self, states: list[State], step: JoinedStep) -> Array:
+        """Run a pass of the draft with equally many rows of each sequence; return the result of `propose_each`."""
+        pair, pool, rows = cast(Pair, self.model), cast(Any, states[0].pool), len(step) // len(states)
+        if pool is not None:
+            return pair.propose_each(pool, step, rows)
+        joined_pair: Any = self._model(False)
+        return joined_pair.propose_each(self._state_of(states, [False] * len(states)), step, rows)
+
+    def chains(self, states: list[State], count: int) -> Callable[[list[int]], tuple[Array, Array]]:
+        """Return a function of each state's newest token, which drafts `count` tokens after it and verifies them.
+
+        The host need not read the drafts in between. The function returns the tokens (n,) int32 and the logits
+        (n, vocab) of 1 + count rows of each state: its newest token, and the drafted ones. The draft is one whose
+        passes give `block_tokens`, at least `count`.
+        """
+        pair, pool = cast(Pair, self.model), states[0].pool
+        masks = np.tile(pair.pass_step(0, 0).tokens, (len(states), 1))
+        rows, first = masks.shape[1], pair.rows_of_each(0, masks.shape[1]).start
+        slots = None if pool is None else [state.slot for state in states]
+
+        def verified(newest: list[int]) -> tuple[Array, Array]:
+            starts, inputs = [state.length for state in states], masks.copy()
+            inputs[:, 0] = newest
+            block = JoinedStep.of_equal_runs(inputs.reshape(-1), starts, rows, slots, is_block=True)
+            tokens = self.ops.draft_chains(self._proposed(states, block), inputs, first, count)
+            step = JoinedStep.of_equal_runs(tokens, starts, 1 + count, slots)
+            return tokens, self._logits(states, step, [False] * len(states))
+
+        return verified
 
     def _model(self, target_only: bool) -> Model:
         if target_only not in self._joined:

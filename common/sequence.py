@@ -12,7 +12,7 @@ import numpy as np
 from common.checks import check_fits, check_tokens, default_spec, default_window, speculation_of
 from common.decode.plain import target_of
 from common.decode.registry import check, decode
-from common.decode.requests import ASKS_ROWS, Choose, Draft, Emit, Read, Request, Rows, Stretch
+from common.decode.requests import ASKS_ROWS, Choose, Draft, DraftStretch, Emit, Read, Request, Rows, Stretch
 from common.decode.run import DecoderRun
 from common.decode.tuner import TunerShare
 from common.decode.wedlm import most_unread
@@ -115,7 +115,7 @@ class Sequence:
         self.priority, self.arrival, self.waited, self.skips = call.options.priority, 0, 0, 0
         self.slot: Slot | None = None
         self.decoder: Generator[Request, Any, None] | None = None
-        self.request: Rows | Draft | Stretch | None = None
+        self.request: Rows | Draft | Stretch | DraftStretch | None = None
         self.tuner: TunerShare | None = None
         self.run: DecoderRun | None = None
         self.unfinished_parts: Generator[None, None, Array] | None = None
@@ -165,6 +165,8 @@ class Sequence:
     def rows(self) -> int:
         """Count the rows of its next step of decoding."""
         request = self.request
+        if type(request) is DraftStretch:
+            return 1 + request.budget
         return len(request.step) if type(request) is Rows else 1
 
     # -- the prompt --------------------------------------------------------------------------------------------------
@@ -290,7 +292,7 @@ class Sequence:
     def asked_rows(self) -> tuple[State, Rows | Stretch]:
         """Return (the state, the decoder's request for rows)."""
         assert self.slot
-        assert isinstance(self.request, ASKS_ROWS)
+        assert isinstance(self.request, Rows | Stretch)
         return self.slot.state, self.request
 
     @property
@@ -334,6 +336,30 @@ class Sequence:
                 self.request = request
                 self.opened = self.opened or self.new_tokens
                 return True
+
+    def take_all(self, tokens: List[int]) -> bool:
+        """Add tokens that one step gave, in one piece, unless any of them may end the reply; return whether it did.
+
+        Adding them one by one takes longer than a step of a small model.
+        """
+        assert self.slot
+        options, new, tokenizer = self.options, self.new_tokens + len(tokens), self.target.tokenizer
+        if options.logprobs is not None or self.text.stop or not self.ends.isdisjoint(tokens):
+            return False
+        if self.call.cancel.is_set() or (options.max_tokens is not None and new >= options.max_tokens):
+            return False
+        self.last_token_at = time.perf_counter()
+        if not self.new_tokens:
+            self.first_token_at = self.last_token_at
+        self.new_tokens = new
+        self.slot.tokens += tokens
+        pending, known = self.pending, [token for token in tokens if token < tokenizer.vocab_size]
+        pending.tokens += tokens
+        pending.text = "".join(map(self.detokenizer.push, known))
+        if pending.text:
+            self.call.put(pending)
+            self.pending = Piece()
+        return True
 
     def take(self, token: int, row: Array) -> bool:
         """Add a token of the reply, with the logits (1, vocab) of its row; return whether the reply continues."""

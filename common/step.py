@@ -384,8 +384,8 @@ class Pool(Protocol):
         """Make an empty state in a free slot; the slot is free again when the state is deleted."""
         ...
 
-    def commit_rows(self, states: Sequence[State]) -> None:
-        """Commit the one row that the last step had of each of these states, as `State.commit` does."""
+    def commit_rows(self, states: Sequence[State], counts: Sequence[int]) -> None:
+        """Commit the first `counts` rows, at least one, that the last step had of each state, as State.commit."""
         ...
 
     @property

@@ -90,7 +90,7 @@ class Stretches:
         """Commit the row of each sequence whose index is in `numbers`."""
         states = self.states if len(numbers) == len(self.states) else [self.states[number] for number in numbers]
         if (pool := self.states[0].pool) is not None:
-            pool.commit_rows(states)
+            pool.commit_rows(states, [1] * len(states))
             return
         for state in states:
             state.commit(THE_ROW)

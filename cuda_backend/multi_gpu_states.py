@@ -107,13 +107,13 @@ class MultiGpuPool:
             with gpu.device:
                 pool.note_runs(step, runs)
 
-    def commit_rows(self, states: Sequence[State]) -> None:
-        """Commit the one row that the last step had of each of `states`."""
+    def commit_rows(self, states: Sequence[State], counts: Sequence[int]) -> None:
+        """Commit the first `counts` rows, at least one, that the last step of decoding had of each state."""
         for gpu, pool in self.pools.items():
             with gpu.device:
-                pool.commit_rows(states)
-        for state in states:
-            state.length += 1
+                pool.commit_rows(states, counts)
+        for state, count in zip(states, counts, strict=True):
+            state.length += count
 
     @property
     def calibrates(self) -> bool:

@@ -257,6 +257,8 @@ class CudaOps(Ops):
             return super().top_k(logits, k)
         return sampling.top_k(self.context, logits, k)
 
+    draft_chains = of_context(sampling.draft_chains)
+
     def argmax_entropy(self, logits: Array, excluded: int) -> tuple[Array, Array]:
         return sampling.argmax_entropy(self.context, logits, excluded)
 

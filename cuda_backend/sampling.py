@@ -44,6 +44,19 @@ def sample(context: Context, logits: Array, sampler: Sampler | Samplers) -> Arra
     return tokens
 
 
+def draft_chains(context: Context, logits: Array, tokens: np.ndarray, first: int, count: int) -> Array:
+    """Join newest tokens, which are on the device since the pass, and drafted ones, as Ops.draft_chains does."""
+    (sequences, rows), stream = tokens.shape, context.stream
+    T, (best, keys) = sequences * (1 + count), _best(context, logits)
+    memory, arrival = Memory(4 * T, stream), context.to_host.expect(T)
+    chains = Array((T,), memory.address, owner=(memory, keys), dtype=np.int32)
+    args = *best, context.replay.decode_inputs.tokens, rows, first, 1 + count, chains.address, arrival.address
+    kernel("sample", "chains")((T,), (32,), args, stream=stream)
+    arrival.launched()
+    chains.arrival = arrival
+    return chains
+
+
 def _best(context: Context, logits: Array) -> tuple[tuple[int, int], Memory | None]:
     """Return (address of the largest key of each piece of each row, pieces per row) and the keys' memory, if new."""
     if logits.best:

@@ -106,15 +106,15 @@ class CudaPool:
         if self.pages and shorter:
             self.pages.truncate(slot, length)
 
-    def commit_rows(self, states: Sequence[State]) -> None:
-        """Commit the one row that the last step had of each of `states`."""
-        slots = [state.slot for state in states]
+    def commit_rows(self, states: Sequence[State], counts: Sequence[int]) -> None:
+        """Commit the first `counts` rows, at least one, that the last step of decoding had of each state."""
+        rows = [(state.slot, count) for state, count in zip(states, counts, strict=True)]
         for store in self.stores:
             if not store.appends:
-                for slot in slots:
-                    store.commit(slot, [0])
-        for slot in slots:
-            self.lengths[slot] += 1
+                for slot, count in rows:
+                    store.commit(slot, list(range(count)))
+        for slot, count in rows:
+            self.lengths[slot] += count
 
     @property
     def free_tokens(self) -> int | None:

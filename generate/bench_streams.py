@@ -58,7 +58,7 @@ class Stream:
 
     def put(self, piece: Piece) -> None:
         if piece.text:
-            self.tokens.append(time.perf_counter())
+            self.tokens += [time.perf_counter()] * len(piece.tokens)
 
     def ended(self, error: BaseException | None) -> None:
         if error is not None:
@@ -84,7 +84,7 @@ class Result:
 
 
 class HostTime:
-    """Time in which the host works, and time in which the device waits for it, after the first step."""
+    """Times per step, after the first one, in which the host works, and in which the device waits for it."""
 
     def __init__(self, ops: Ops):
         self.ops, self.steps, self.started, self.ended = ops, 0, (0.0, 0.0), (0.0, 0.0)
@@ -108,7 +108,7 @@ class HostTime:
     @property
     def idle(self) -> float | None:
         """Return seconds per step in which the device waits for the host; None if they are not counted."""
-        return None if self._idle is None or self.steps < 2 else self._idle() / (self.steps - 1)
+        return None if self._idle is None or self.steps < 2 else self._idle()
 
 
 def run(options: StreamsBench) -> int:

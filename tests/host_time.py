@@ -70,9 +70,9 @@ class FreePool:
         self.slots += 1
         return state
 
-    def commit_rows(self, states: list[State]) -> None:
-        for state in states:
-            state.commit([0])
+    def commit_rows(self, states: list[State], counts: list[int]) -> None:
+        for state, count in zip(states, counts, strict=True):
+            state.commit(range(count))
 
 
 def free_model() -> Model:

@@ -26,3 +26,18 @@ def assert_alike(pair: Any, text: np.ndarray) -> None:
         for answer, want in zip(runner.drafted(asked[some]), expected[some], strict=True):
             assert isinstance(answer, tuple)
             assert all(np.array_equal(a, b) for a, b in zip(answer, want, strict=True))
+    for count in (1, pair.block_tokens) if pair.block_tokens else ():
+        for _ in range(3):  # as it comes, captured, replayed
+            assert_chains_alike(pair, runner, asked, alone, count)
+
+
+def assert_chains_alike(pair: Any, runner: RowRunner, asked: list[Asked], alone: list[Asked], count: int) -> None:
+    """Assert that chains verified before the host reads them have the tokens and logits of each alone, to the bit."""
+    tokens, logits = runner.chains([state for state, _ in asked], count)([draft.token for _, draft in asked])
+    (read,), found = pair.ops.read_all(tokens), pair.ops.read(logits)
+    for number, (state, draft) in enumerate(alone):
+        own = slice(number * (1 + count), (number + 1) * (1 + count))
+        drafted = pair.drafted(state, draft.token, 1, count)[0][:count, 0]
+        assert read[own].tolist() == [draft.token, *drafted.tolist()]
+        verified = pair.forward(state, Step.chain(read[own], state.length))
+        assert np.array_equal(found[own], pair.ops.read(verified))

@@ -479,7 +479,7 @@ def test_the_hosts_time_is_what_it_does_not_wait(monkeypatch):
         ops.waited = waited
         host.step()
     assert host.seconds == pytest.approx((15 - 10 - 3.5) / 2)
-    assert host.idle == 0.25
+    assert host.idle == 0.5
 
 
 def test_bench_of_streams_refuses_a_time_in_which_not_all_decode():

@@ -925,7 +925,8 @@ class PooledOps(NumpyOps):
         state.check_room(len(step))
         state.steps.append(step.slots.tolist())
         state.all_steps.append({*step.slots.tolist()})
-        parts = step.parts or [Step.chain((0,), int(step.positions[at.start])) for at in step.runs]
+        part = Step.block if step.parents is None else Step.chain
+        parts = step.parts or [part(range(at.start, at.stop), int(step.positions[at.start])) for at in step.runs]
         own = [replace(part, tokens=step.tokens[at]) for at, part in zip(step.runs, parts, strict=True)]
         states = [state.states[step.slots[at.start]] for at in step.runs]
         run = super().run
@@ -967,9 +968,9 @@ class SlotsOf:
         state.load = within_room
         return state
 
-    def commit_rows(self, states):
-        for state in states:
-            state.commit([0])
+    def commit_rows(self, states, counts):
+        for state, count in zip(states, counts, strict=True):
+            state.commit(range(count))
 
 
 def test_a_step_over_a_pool_names_its_slots(tmp_path):

@@ -19,6 +19,7 @@ from common.decode.lookup import Lookup
 from common.decode.run import PHASES
 from common.decoders import DECODERS
 from common.demo import demo_path
+from common.draft_stretches import DraftStretches
 from common.engine import Engine
 from common.errors import BimetalError, UsageError
 from common.models import ARCHITECTURES, load_model
@@ -26,6 +27,7 @@ from common.models.drafts import load_pair
 from common.models.window import bounded, windowed
 from common.options import GenerationOptions
 from common.reference import NumpyOps
+from common.row_runner import RowRunner
 from common.step import MAX_DECODE_ROWS, Step
 from common.tokenizer import load_tokenizer
 from generate.__main__ import main
@@ -84,12 +86,14 @@ def right(llm, monkeypatch):
         def ahead(at):
             return [*prompt, *reply.tokens, *[0] * 5][at : at + 4]
 
-        def drafted(model, state, request):
+        def drafted(runner, requests):
+            ((state, request),) = requests
             k = request.k
             ids = np.array(ahead(state.length + 1), np.int32)
-            return ids[:, None] + np.arange(k), np.tile(-1.0 - np.arange(k), (len(ids), 1))
+            return [(ids[:, None] + np.arange(k), np.tile(-1.0 - np.arange(k), (len(ids), 1)))]
 
-        monkeypatch.setattr("common.engine.drafted", drafted)
+        monkeypatch.setattr(RowRunner, "drafted", drafted)
+        monkeypatch.setattr(DraftStretches, "_chain_tokens", lambda each: 0)  # none is drafted by the model
         monkeypatch.setattr(Lookup, "find", lambda self, count: (ahead(len(self.tokens))[:count], 4))
 
     return know

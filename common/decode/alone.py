@@ -7,7 +7,7 @@ import numpy as np
 
 from common.decode.plain import target_of
 from common.decode.registry import decode
-from common.decode.requests import EVERY, Choose, Computed, Draft, Emit, Read, Rows, Stretch
+from common.decode.requests import EVERY, Choose, Computed, Draft, DraftStretch, Emit, Read, Rows, Stretch
 from common.decode.run import DecoderRun
 from common.models import Model
 from common.models.pair import Pair
@@ -28,6 +28,8 @@ def run_alone(run: DecoderRun) -> Generator[tuple[int, Array], None, None]:
             elif type(request) is Stretch:
                 yield from _tokens(run, request)
                 answer = None
+            elif type(request) is DraftStretch:
+                answer = None  # declined
             else:
                 answer = answered(run.model, run.state, request)
     except StopIteration:

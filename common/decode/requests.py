@@ -5,20 +5,22 @@
     answer = yield Draft(token, k, depth)     ask the draft model for the tokens after `token`
     (values,) = yield Read((handle,))         copy chosen tokens, or logits, to the host
     yield Emit(token, row)                    output a token of the reply
-    yield stretch                             decode a token per step: Stretch
+    yield stretch                             decode a token per step: Stretch; or speculatively: DraftStretch
 
 The decoder itself commits to its state. The driver of a decoder may close it at an Emit or a Stretch; the state then
 holds all emitted tokens but the newest (or fewer, in WeDLM's windows). It may also close it at a Rows or a Draft, which
 is then not run.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from common.coupled import Coupling
+from common.decode.ddtree import Tree
 from common.decode.run import DecoderRun
 from common.ops import Array
 from common.sampling import Sampler
-from common.step import Step
+from common.step import State, Step
 
 EVERY = slice(None)
 THE_ROW = (0,)  # the path of a step of one row
@@ -124,5 +126,39 @@ class Stretch:
         return self.remaining > 0 and run.runs_ahead and run.state.length < run.state.capacity
 
 
-Request = Rows | Choose | Draft | Read | Emit | Stretch
-ASKS_ROWS = Rows, Stretch  # requests that a step of the model answers
+class TreeSource(Protocol):
+    """Makes the tree of each speculative step of a reply: speculative.py Drafter."""
+
+    def tree(self, state: State, token: int, budget: int) -> Generator[Draft, Any, Tree]:
+        """Draft at most `budget` continuations of `token`, the newest one; may request a Draft."""
+
+    def note(self, budget: int, tokens: Sequence[int], path: Sequence[int], seconds: float) -> int:
+        """Record a step and the tokens that it gave; return the budget of the next step, 0 for a plain one."""
+
+
+class DraftStretch:
+    """Decode speculatively, in steps that the driver drafts and verifies for several sequences at once.
+
+    For each step the driver runs `source.tree`, verifies the tree, outputs the tokens that the model chose, commits
+    their path, and calls `goes_on`. The decoder continues after the last step. A driver that answers before the first
+    step declines: the decoder then makes a request for each part of a step.
+
+    token   id of the newest token, which the state lacks
+    budget  maximum number of draft tokens of the next step
+    steps   number of steps so far
+    """
+
+    __slots__ = ("budget", "run", "source", "steps", "token")
+
+    def __init__(self, run: DecoderRun, source: TreeSource, token: int, budget: int):
+        self.run, self.source, self.token, self.budget, self.steps = run, source, token, budget, 0
+
+    def goes_on(self, tokens: Sequence[int], path: Sequence[int], seconds: float) -> bool:
+        """Note the tokens of a step, whose `path` is committed; test whether another step follows."""
+        self.token, self.steps = tokens[-1], self.steps + 1
+        self.budget = self.source.note(self.budget, tokens, path, seconds)
+        return self.budget > 0 and self.run.state.length < self.run.state.capacity
+
+
+Request = Rows | Choose | Draft | Read | Emit | Stretch | DraftStretch
+ASKS_ROWS = Rows, Stretch, DraftStretch  # requests that a step of the model answers

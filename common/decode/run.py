@@ -38,6 +38,14 @@ class DecodeStats:
             self.rows += steps
             self.seconds["plain"] += seconds
 
+    def add_step(self, length: int, budget: int, rows: int, seconds: dict[str, float]) -> None:
+        """Count a speculative step of `length` tokens, and its seconds by phase."""
+        self.lengths[length] += 1
+        self.budgets[budget] += 1
+        self.rows += rows
+        for phase, took in seconds.items():
+            self.seconds[phase] += took
+
     @property
     def steps(self) -> int:
         return sum(self.lengths.values())

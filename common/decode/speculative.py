@@ -14,7 +14,7 @@ from common.coupled import Coupling
 from common.decode.ddtree import Tree, best_chain, grow
 from common.decode.lookup import Lookup
 from common.decode.plain import plain
-from common.decode.requests import Choose, Draft, Emit, Read, Request, Rows
+from common.decode.requests import Choose, Draft, DraftStretch, Emit, Read, Request, Rows
 from common.decode.run import DecoderRun
 from common.decode.tuner import FIRST, STRETCH, Tuner
 from common.decoders import Speculation, check_draft
@@ -46,10 +46,10 @@ def new_tuner(options: Speculation, model: Model, first: int = FIRST) -> Tuner:
 
 
 class Drafter:
-    """Builds the tree of each step from prompt lookup, the draft model, or both."""
+    """Builds the tree of each step from prompt lookup, the draft model, or both; `budgets`: of the steps."""
 
-    def __init__(self, run: DecoderRun):
-        self.options, self.stats, self.sampler = run.options, run.stats, run.sampler
+    def __init__(self, run: DecoderRun, budgets: "Budgets"):
+        self.options, self.stats, self.sampler, self.budgets = run.options, run.stats, run.sampler, budgets
         self.lookup = Lookup(run.tokens) if "lookup" in run.options.kind else None
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -57,7 +57,13 @@ class Drafter:
         if self.lookup:
             self.lookup.extend(tokens)
 
-    def tree(self, state: State, token: int, budget: int) -> Generator[Request, Any, Tree]:
+    def note(self, budget: int, tokens: Sequence[int], path: Sequence[int], seconds: float) -> int:
+        """Record a step of `budget`, and the tokens that it gave; choose the budget of the next step."""
+        self.extend(tokens)
+        self.budgets.record(budget, path, seconds)
+        return self.budgets.choose()
+
+    def tree(self, state: State, token: int, budget: int) -> Generator[Draft, Any, Tree]:
         """Draft continuations of `token`, the newest one; the tree has at most `budget` nodes besides its root."""
         kind, tree = self.options.kind, Tree(token)
         room = state.capacity - state.length - 1  # a path may fill the state with its root and so many nodes
@@ -122,16 +128,21 @@ def decode(run: DecoderRun) -> Generator[Request, Any, None]:
     Before each step a budget is chosen. If it is 0, decoding is plain until a budget above 0 is chosen.
     """
     check(run.options, run.model, run.sampler)
-    drafter, budgets = Drafter(run), Budgets(run)
+    budgets = Budgets(run)
+    drafter = Drafter(run, budgets)
     token, budget, logits = 0, budgets.choose(), run.logits
     if budget:
         token = yield from _first(run, drafter)
     while run.state.length < run.state.capacity:
         if budget:
-            started = time.perf_counter()
-            token, path = yield from _step(run, drafter, token, budget)
-            budgets.record(budget, path, time.perf_counter() - started)
-            budget, logits = budgets.choose(), None
+            stretch = DraftStretch(run, drafter, token, budget)
+            if run.model.ops.chooses(run.sampler):
+                yield stretch
+            if not stretch.steps:
+                started = time.perf_counter()
+                tokens, path = yield from _step(run, drafter, token, budget)
+                stretch.goes_on(tokens, path, time.perf_counter() - started)
+            token, budget, logits = stretch.token, stretch.budget, None
             continue
         if logits is None:
             step = Step.chain(np.array([token], np.int32), run.state.length)
@@ -203,8 +214,10 @@ class PlainStretches:
         self.run.stats.add_plain(max(len(self.read) - self.is_prompts, 0), seconds)
 
 
-def _step(run: DecoderRun, drafter: Drafter, token: int, budget: int) -> Generator[Request, Any, tuple[int, list[int]]]:
-    """Emit the tokens that one step verifies after `token`; return the newest and the path of accepted nodes."""
+def _step(
+    run: DecoderRun, drafter: Drafter, token: int, budget: int
+) -> Generator[Request, Any, tuple[list[int], list[int]]]:
+    """Emit the tokens that one step verifies after `token`; return them and the path of accepted nodes."""
     state, sampler = run.state, run.sampler
     tree = yield from drafter.tree(state, token, budget)
     drafted = time.perf_counter()
@@ -216,7 +229,7 @@ def _step(run: DecoderRun, drafter: Drafter, token: int, budget: int) -> Generat
         best = values.tolist()
     else:
         done = yield Rows(step)
-    rows, path, verified = done.logits, [0], time.perf_counter()
+    rows, tokens, path, verified = done.logits, list[int](), [0], time.perf_counter()
     try:
         while True:
             node = path[-1]
@@ -229,7 +242,7 @@ def _step(run: DecoderRun, drafter: Drafter, token: int, budget: int) -> Generat
                 if not sampler.is_argmax:
                     sampler.numbers(1)  # which it was drawn with
             sampler.accept(token)
-            drafter.extend((token,))
+            tokens.append(token)
             yield Emit(token, row)
             child = tree.nodes.get((node, token))
             if child is None:
@@ -238,12 +251,6 @@ def _step(run: DecoderRun, drafter: Drafter, token: int, budget: int) -> Generat
     finally:
         walked = time.perf_counter()
         state.commit(path)
-        ended = time.perf_counter()
-        stats = run.stats
-        stats.lengths[len(path)] += 1
-        stats.budgets[budget] += 1
-        stats.rows += len(tree)
-        stats.seconds["verify"] += verified - drafted
-        stats.seconds["commit"] += ended - walked
-        stats.seconds["host"] += walked - verified
-    return token, path
+        took = {"verify": verified - drafted, "host": walked - verified, "commit": time.perf_counter() - walked}
+        run.stats.add_step(len(path), budget, len(tree), took)
+    return tokens, path

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 SECONDS_MEMORY, LENGTH_MEMORY = 32, 16  # steps over which the running means average
 FIRST = 3  # first steps of a size, of which only the fastest counts, where others may compile without being counted
+FIRST_RECORDED = 2  # where steps that compile are not recorded: the first replay of a captured step takes longer
 GAP = 2  # steps after plain steps, which the draft's context lacks, whose lengths are not counted
 OUTLIER = 3  # times the mean: limit of a step's time
 TRIALS = {True: 6, False: 4}  # steps of a trial: of plain decoding (True), of a budget (False)
@@ -38,7 +39,7 @@ class Tuner:
     choice can change. Trials cost at most a share of the time, SHARES: the smaller share while plain decoding is best,
     because a budget that is faster is then found by any trial.
 
-    first  FIRST, or 1 where steps that compile are not recorded
+    first  FIRST, or FIRST_RECORDED where steps that compile are not recorded
     """
 
     def __init__(self, sizes: Sequence[int], first: int = FIRST):

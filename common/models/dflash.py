@@ -137,6 +137,10 @@ class DflashPair(Pair):
     def shares_passes(self) -> bool:
         return not self.draft.conv_taps  # convolutions along a block would mix it with other blocks of the step
 
+    @property
+    def block_tokens(self) -> int:
+        return self.draft.tokens if self.shares_passes else 0
+
     def pass_step(self, inputs: int, length: int) -> Step:
         tokens = self._masks.copy()
         tokens[0] = inputs

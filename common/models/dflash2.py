@@ -23,6 +23,10 @@ from common.step import State
 class Dflash2Pair(DflashPair):
     """A target and its DFlash2 draft."""
 
+    @property
+    def block_tokens(self) -> int:
+        return 0
+
     def drafting(
         self, token: int, k: int, depth: int, coupling: Coupling | None = None
     ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:

@@ -22,6 +22,10 @@ from common.ops import Array
 class DsparkPair(DflashPair):
     """A target and its DSpark draft."""
 
+    @property
+    def block_tokens(self) -> int:
+        return 0
+
     def drafting(
         self, token: int, k: int, depth: int, coupling: Coupling | None = None
     ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:

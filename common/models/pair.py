@@ -128,6 +128,14 @@ class Pair(Model):
         """True if a pass may have rows of several sequences."""
         return True
 
+    @property
+    def block_tokens(self) -> int:
+        """Return the number of tokens that one pass gives, none of which depends on another; 0: there is no such pass.
+
+        Their logits are in adjacent rows of `propose_each`.
+        """
+        return 0
+
     @abstractmethod
     def propose_each(self, state: Any, step: Step, rows: int) -> Array:
         """Compute a pass of several sequences with `rows` rows of `step` each; return the logits of all, (m, vocab)."""

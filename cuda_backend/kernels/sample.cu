@@ -1,9 +1,9 @@
 // sample: finds the largest logit of each row; ties go to the smaller id, and a NaN anywhere in the row gives -1
 // Meaning   common/sampling.py Sampler.pick at temperature 0   Launcher  cuda_backend/sampling.py
 // In        logits [T][V] float32; for add_up partial sums, readable as float4
-// Out       tokens [T] int32, also at the address that the next step reads and in host memory; add_up: the logits
+// Out       tokens [T] int32, also in host memory, and of final at the address that the next step reads; add_up: the logits
 // Work      add_up: a CTA adds up 1,024 logits and writes their largest key. partial: for logits without partial sums, 64 CTAs per
-//           row write a key each. final: a warp per row
+//           row write a key each. final, chains: a warp per token
 // Bound     bytes of logits
 // Tried     partial sums added by a separate launch before the search -> a step of WeDLM-8B 1.683 ms against 1.675 (H200), 2.12
 //             against 2.11 at 16 rows
@@ -39,9 +39,23 @@ extern "C" __global__ void partial(const float* logits, int V, u64* keys) {
     leave(key, keys);
 }
 
-extern "C" __global__ void final(const u64* keys, int n, int* tokens, int* next, int* host) {
+// Returns the token of a row, from its n keys, to all lanes of a warp.
+__device__ __forceinline__ int token_of(const u64* keys, int n) {
     u64 key = 0;
-    for (int i = threadIdx.x; i < n; i += 32) key = max(key, keys[blockIdx.x * n + i]);
+    for (int i = threadIdx.x; i < n; i += 32) key = max(key, keys[i]);
     for (int m = 16; m; m >>= 1) key = max(key, __shfl_xor_sync(FULL, key, m));
-    if (threadIdx.x == 0) tokens[blockIdx.x] = next[blockIdx.x] = host[blockIdx.x] = key == ~0ull ? -1 : (int)(~(u32)key);
+    return key == ~0ull ? -1 : (int)(~(u32)key);
+}
+
+extern "C" __global__ void final(const u64* keys, int n, int* tokens, int* next, int* host) {
+    const int token = token_of(keys + blockIdx.x * n, n);
+    if (threadIdx.x == 0) tokens[blockIdx.x] = next[blockIdx.x] = host[blockIdx.x] = token;
+}
+
+// A draft's pass has `rows` rows of each sequence, with the newest token in the first. `each` tokens per sequence: the newest,
+// and the best ones of rows `first`, first + 1, ...
+extern "C" __global__ void chains(const u64* keys, int n, const int* pass, int rows, int first, int each, int* tokens, int* host) {
+    const int row = blockIdx.x / each * rows, at = blockIdx.x % each;
+    const int token = at ? token_of(keys + (row + first + at - 1) * n, n) : pass[row];
+    if (threadIdx.x == 0) tokens[blockIdx.x] = host[blockIdx.x] = token;
 }

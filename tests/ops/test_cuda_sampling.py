@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from common.errors import NotFiniteError
+from common.reference import NumpyOps
 from common.sampling import NOT_A_TOKEN, Sampler, Samplers, Sampling, argmax_entropy
 from common.step import Step
 from common.tensors import Tensor
@@ -226,3 +227,19 @@ def test_chosen_tokens_do_not_wait_for_later_work(ops, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(type(ops.context.stream), "synchronize", lambda stream: pytest.fail("it waits for all"))
             assert np.array_equal(ops.read(chosen), copied)
+
+
+@pytest.mark.parametrize("vocab", [5003, 5004])
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_chains_of_a_draft(count, vocab, ops):
+    """Newest tokens, which the pass has read, and the best of each row after them; a row with NaN gives no token."""
+    rows, tokens = hard_rows(vocab), np.arange(24, dtype=np.int32).reshape(4, 6) + 900
+    inputs, runtime, stream = ops.context.replay.decode_inputs, cupy.cuda.runtime, ops.context.stream
+    runtime.memcpyAsync(inputs.tokens, tokens.ctypes.data, tokens.nbytes, runtime.memcpyHostToDevice, stream.ptr)
+    found = ops.draft_chains(rows_on(ops, rows), tokens, 1, count)
+    assert np.array_equal(ops.read(found), NumpyOps().draft_chains(rows, tokens, 1, count))
+    rows[7, 3] = np.nan
+    found = ops.draft_chains(rows_on(ops, rows), tokens, 1, count)
+    assert ops.read(found[: 1 + count])[0] == 900
+    with pytest.raises(NotFiniteError):
+        ops.read(found)

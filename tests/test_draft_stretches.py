@@ -1,0 +1,164 @@
+"""Speculative steps of several replies at once: the texts and states of each alone, in fewer requests."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+from test_engine import CONTEXT, AheadOps, Ids, Reply, alone, drain, prompts_of, submit
+
+from common.checkpoint import open_checkpoint
+from common.demo import demo_path
+from common.draft_stretches import DraftStretches
+from common.engine import Engine
+from common.errors import NotFiniteError
+from common.models import load_model
+from common.models.drafts import load_pair
+from common.options import GenerationOptions
+from common.reference import NumpyOps
+from common.row_runner import RowRunner
+from common.sequence import Call
+from common.tokenizer import load_tokenizer
+
+
+class Letters(Ids):
+    """A tokenizer whose tokens are letters."""
+
+    vocab_size = 10**6
+
+    def decoder(self):
+        return SimpleNamespace(push=lambda token: chr(97 + token % 26))
+
+
+TEXTS = [
+    "def add(a, b):\n    return a",
+    "class Stack:\n    def __init__(self):\n",
+    "import os\nimport sys\n\n",
+    "for i in range(",
+]
+
+
+def pair_of(ops):
+    return load_pair(tiny.FOLDER / "dflash", tiny.load("qwen35", ops))
+
+
+def demo_pair(ops):
+    """Load a pair whose draft's tokens are often accepted."""
+    return load_pair(demo_path("draft"), load_model(demo_path(), ops))
+
+
+def demo_prompts():
+    checkpoint = open_checkpoint(demo_path())
+    return list(map(load_tokenizer(checkpoint.path, checkpoint.config).encode, TEXTS))
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Counts of launches of several replies' steps, of those whose drafts the host reads, and of requested drafts."""
+    counts = SimpleNamespace(steps=0, chains=0, drafted=0)
+
+    def count(owner, name, field):
+        real = getattr(owner, name)
+
+        def called(*args):
+            setattr(counts, field, getattr(counts, field) + 1)
+            return real(*args)
+
+        monkeypatch.setattr(owner, name, called)
+
+    count(DraftStretches, "launch", "steps")
+    count(DraftStretches, "_launch_chains", "chains")
+    count(RowRunner, "drafted", "drafted")
+    return counts
+
+
+@pytest.mark.parametrize("ops", [NumpyOps, AheadOps])
+def test_greedy_chains_are_verified_before_they_are_read(ops, counted):
+    """Replies end at several lengths, one is cancelled; what their states give for one more token is compared too."""
+    pair, alike = demo_pair(ops()), demo_pair(NumpyOps())
+    engine = Engine(pair, Ids(), CONTEXT, parallel=4)
+    asked = [
+        (prompt, {"spec": "chain", "tree_budget": 5, "max_tokens": most})
+        for prompt, most in zip(demo_prompts(), (5, 9, 14, 40), strict=True)
+    ]
+    replies = [submit(engine, prompt, **how) for prompt, how in asked]
+    drain(engine, replies, cancels=[(replies[3], 9)])
+    assert counted.chains == counted.steps < 14
+    assert not counted.drafted
+    for reply, (prompt, _) in zip(replies, asked, strict=True):
+        assert reply.error is None
+        expected = alone(alike, prompt, spec="off", max_tokens=len(reply.tokens))
+        assert (reply.tokens, reply.length) == (expected.tokens, expected.length)
+        assert np.array_equal(reply.after, expected.after)
+    assert [len(reply.tokens) for reply in replies[:3]] == [5, 9, 14]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"spec": "tree", "tree_budget": 7},
+        {"spec": "chain", "tree_budget": 3, "temperature": 0.8, "seed": 1},
+        {"spec": "lookup", "tree_budget": 7},
+    ],
+)
+def test_other_drafts_share_passes_and_steps(how, counted):
+    pair, alike, random = pair_of(AheadOps()), pair_of(NumpyOps()), np.random.default_rng(1)
+    engine = Engine(pair, Ids(), CONTEXT, parallel=3)
+    prompts = prompts_of("qwen35", 3, random)
+    replies = drain(engine, [submit(engine, prompt, max_tokens=16, **how) for prompt in prompts])
+    assert counted.steps
+    assert not counted.chains
+    for reply, prompt in zip(replies, prompts, strict=True):
+        assert (reply.error, reply.tokens) == (None, alone(alike, prompt, max_tokens=16, **how).tokens)
+
+
+def test_a_draft_of_nan_ends_its_reply_alone(monkeypatch):
+    pair = pair_of(NumpyOps())
+    engine = Engine(pair, Ids(), CONTEXT, parallel=2)
+    replies = [submit(engine, [3 + n, 4, 5], spec="chain", tree_budget=3, max_tokens=20) for n in range(2)]
+    while not all(reply.sequence.new_tokens > 4 for reply in replies):
+        engine.turn()
+    propose, masks = type(pair).propose_each, pair.draft.block
+
+    def with_nan(self, state, step, rows):
+        logits = propose(self, state, step, rows).copy()
+        if len(step.runs) == 2:
+            logits[masks : 2 * masks] = np.nan
+        return logits
+
+    monkeypatch.setattr(type(pair), "propose_each", with_nan)
+    while not replies[1].ended:
+        engine.turn()
+    monkeypatch.undo()
+    drain(engine, replies)
+    assert isinstance(replies[1].error, NotFiniteError)
+    assert replies[0].error is None
+    expected = alone(pair, [3, 4, 5], spec="off", max_tokens=20)
+    assert replies[0].tokens == expected.tokens
+
+
+def pieces_of(pair, **options):
+    """Return the pieces of a reply."""
+    engine, pieces, reply = Engine(pair, Letters(), CONTEXT), [], Reply()
+    how = GenerationOptions(spec="chain", tree_budget=5, **options)
+    engine.submit(Call(demo_prompts()[0], how, pieces.append, reply.end))
+    engine.drain()
+    assert reply.error is None
+    return pieces
+
+
+def test_tokens_of_a_step_come_in_one_piece():
+    """Unless they may end the reply, or have log-probabilities; their text and their number are always the same."""
+    pair = demo_pair(NumpyOps())
+    pieces = pieces_of(pair, max_tokens=40)
+    assert max(len(piece.tokens) for piece in pieces) > 1
+    single = pieces_of(pair, max_tokens=40, logprobs=0)
+    assert max(len(piece.tokens) for piece in single) == 1
+    tokens = [token for piece in single for token in piece.tokens]
+    assert [token for piece in pieces for token in piece.tokens] == tokens
+    text = "".join(piece.text for piece in pieces)
+    assert text == "".join(piece.text for piece in single) == "".join(chr(97 + token % 26) for token in tokens)
+    stop = text[7:9]
+    stopped = pieces_of(pair, max_tokens=40, stop=[stop])
+    assert stopped[-1].finish_reason == "stop"
+    assert "".join(piece.text for piece in stopped) == text[: text.index(stop)]
