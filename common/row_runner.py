@@ -167,7 +167,7 @@ class RowRunner:
             ((state, draft),) = requests
             try:
                 return [pair.drafted(state, *draft)]
-            except BimetalError as error:
+            except NotFiniteError as error:
                 return [error]
         drafting = [pair.drafting(*draft) for _, draft in requests]
         answers, passes = dict[int, Drafted | Exception](), dict[int, tuple[Pass, Step]]()

@@ -11,8 +11,9 @@ from common.checkpoint import open_checkpoint
 from common.demo import demo_path
 from common.draft_stretches import DraftStretches
 from common.engine import Engine
-from common.errors import NotFiniteError
+from common.errors import NoRoomError, NotFiniteError
 from common.models import load_model
+from common.models.dflash import DflashPair
 from common.models.drafts import load_pair
 from common.options import GenerationOptions
 from common.reference import NumpyOps
@@ -135,6 +136,28 @@ def test_a_draft_of_nan_ends_its_reply_alone(monkeypatch):
     assert replies[0].error is None
     expected = alone(pair, [3, 4, 5], spec="off", max_tokens=20)
     assert replies[0].tokens == expected.tokens
+
+
+def test_a_draft_without_memory_suspends_a_reply(monkeypatch):
+    """And ends none, where one reply alone drafts too."""
+    pair, real, refused = pair_of(AheadOps()), DflashPair.drafted, []
+
+    def drafted(self, *args):
+        if not refused:
+            refused.append(args)
+            raise NoRoomError("no page is free")
+        return real(self, *args)
+
+    engine = Engine(pair, Ids(), CONTEXT, parallel=2)
+    ways = {"spec": "tree", "tree_budget": 7}, {"spec": "off"}
+    replies = [submit(engine, [3 + n, 4, 5], max_tokens=12, **how) for n, how in enumerate(ways)]
+    monkeypatch.setattr(DflashPair, "drafted", drafted)
+    drain(engine, replies)
+    assert refused
+    assert engine.preemptions == 1
+    for n, reply in enumerate(replies):
+        assert reply.error is None
+        assert reply.tokens == alone(pair_of(NumpyOps()), [3 + n, 4, 5], spec="off", max_tokens=12).tokens
 
 
 def pieces_of(pair, **options):
