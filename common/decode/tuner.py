@@ -71,7 +71,7 @@ class Tuner:
             return min(self.trial.popleft(), sizes[-1])
         if (first := self._unmeasured(sizes)) is not None:
             return first
-        measured = [size for size in sizes if self.seconds[size].count]
+        measured = [size for size in sizes if self._is_measured(size)]
         best = max(measured, key=self.rate)
         at = sizes.index(best)
         beside = [sizes[i] for i in (at + 1, at - 1) if 0 <= i < len(sizes)]
@@ -95,11 +95,15 @@ class Tuner:
     def _unmeasured(self, sizes: Sequence[int]) -> int | None:
         """Return one of `sizes` that must be measured before sizes are compared; None: nothing is missing."""
         for size in (sizes[1], 0, sizes[min(len(self.sizes) // 3, 2, len(sizes) - 1)]):
-            if not self.seconds[size].count:
+            if not self._is_measured(size):
                 return size
             if size == 0 and self.rate(0) > self.rate(sizes[1]):
                 break  # drafts do not pay; the first steps of a further size, which a backend may compile, cost most
         return None
+
+    def _is_measured(self, size: int) -> bool:
+        """Test whether a step of `size` was timed, and one counted whose draft had the tokens before it."""
+        return self.seconds[size].count > 0 and self.lengths[size].count > 0
 
     def plain_steps(self) -> int:
         """Return the number of plain steps after `choose` returned 0 until it must be called again."""
