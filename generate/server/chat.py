@@ -6,7 +6,7 @@ from typing import Any
 
 from common.pieces import Logprob, Stats
 from common.rules import number, whole
-from generate.server.constraints import budget_of, grammar_of, openai_choice, openai_format
+from generate.server.constraints import budget_of, ending_of, form_of, grammar_of, openai_choice, openai_format
 from generate.server.conversation import MOST_TOOLS, Message, arrange, messages_of, reply_begun, tools_of
 from generate.server.custom_tools import input_of
 from generate.server.errors import ApiError, envelope
@@ -31,16 +31,6 @@ from generate.server.wire import Frame, Parsed, chat_logprobs, new_id, now, open
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
-EMPTY: tuple[Any, ...] = ("", [], {})
-OTHER_GRAMMARS = {  # of llama.cpp and vLLM, and the values that request nothing
-    "grammar": EMPTY,
-    "json_schema": EMPTY,
-    "guided_json": ("", []),  # {} asks for any JSON
-    "guided_regex": EMPTY,
-    "guided_choice": EMPTY,
-    "guided_grammar": EMPTY,
-    "structured_outputs": EMPTY,
-}
 
 
 @dataclass(frozen=True)
@@ -81,7 +71,8 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     stream = fields.flag("stream", False)
     streaming = fields.object("stream_options")
     n = fields.take("n", whole(1, MOST_CHOICES), 1)
-    grammar = grammar_of(facts, tools, choice, openai_format(fields.object("response_format"), nested=True), several)
+    form = form_of(fields, openai_format(fields.object("response_format"), nested=True))
+    grammar = grammar_of(facts, tools, choice, form, several)
     task = Task(
         prompts=[_conversation(fields, facts, rendering, grammar is not None)],
         options=options,
@@ -90,6 +81,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
         first_call_only=not several,
         grammar=grammar,
         budget=_budget(fields, effort),
+        ending=ending_of(fields, facts, grammar),
     )
     usage = bool(streaming and streaming.flag("include_usage", False))
     head = Head(new_id("chatcmpl-"), now(), facts, usage, logprobs, n, custom_names(fields))
@@ -143,16 +135,8 @@ def bias(fields: Fields, facts: Facts) -> dict[str, Any]:
     return {"logit_bias": found}
 
 
-def refuse_grammars(fields: Fields) -> None:
-    """Refuse the names by which other servers constrain a reply."""
-    for key, neutral in OTHER_GRAMMARS.items():
-        if fields.has(key) and fields.values[key] not in neutral:
-            raise fields.refuse(key, "it is not supported; response_format of Chat Completions takes a JSON schema")
-
-
 def _refuse_unsupported(fields: Fields) -> None:
     """Refuse fields that must not be ignored."""
-    refuse_grammars(fields)
     if fields.has("modalities") and fields.values["modalities"] != ["text"]:
         raise fields.refuse("modalities", "only text is supported")
     if fields.has("audio"):

@@ -8,7 +8,8 @@ from common.infill import Gap
 from common.pieces import Logprob
 from common.rules import whole
 from common.tokenizer import Tokenizer
-from generate.server.chat import MOST_CHOICES, MOST_LOGPROBS, bias, refuse_grammars
+from generate.server.chat import MOST_CHOICES, MOST_LOGPROBS, bias
+from generate.server.constraints import Choice, ending_of, form_of, grammar_of, openai_format
 from generate.server.errors import ApiError, envelope
 from generate.server.events import Echo, Event, Failed, Finish, Text, Usage, Whole, total
 from generate.server.facts import Facts
@@ -46,10 +47,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
         options["logprobs"] = logprobs
     if generates:
         options |= limited
-    refuse_grammars(fields)
-    form = fields.object("response_format")
-    if form is not None and form.text("type") != "text":
-        raise fields.refuse("response_format", "Completions write plain text; Chat Completions keep a format")
+    form = form_of(fields, openai_format(fields.object("response_format"), nested=True))
     n, echo = fields.take("n", whole(1, MOST_CHOICES), 1), fields.flag("echo", False)
     if fields.take("best_of", whole(1), n) != n:
         raise fields.refuse("best_of", f"it must be n, which is {n}")
@@ -67,8 +65,18 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
         raise fields.refuse("n", f"prompts and n together ask for more than {MOST_CHOICES} replies")
     streaming = fields.object("stream_options")
     usage = bool(streaming and streaming.flag("include_usage", False))
-    stream = fields.flag("stream", False)
-    task = Task(prompts, options, n, stream, echo=echo, generates=generates, field="prompt")
+    stream, grammar = fields.flag("stream", False), grammar_of(facts, (), Choice("none"), form, False)
+    task = Task(
+        prompts,
+        options,
+        n,
+        stream,
+        echo=echo,
+        generates=generates,
+        grammar=grammar,
+        field="prompt",
+        ending=ending_of(fields, facts, grammar),
+    )
     head = Head(new_id("cmpl-"), now(), facts, usage, logprobs is not None, n)
     return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies))
 

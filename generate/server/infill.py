@@ -9,6 +9,7 @@ from common.infill import RESERVED, Gap, certain, without_tokens
 from common.rules import Rule, one_of, whole
 from common.tokenizer import Tokenizer
 from generate.server.chat import MOST_CHOICES, bias
+from generate.server.constraints import ending_of
 from generate.server.errors import ApiError, envelope
 from generate.server.events import Event, Failed, Finish, Text, Whole
 from generate.server.facts import Facts
@@ -84,7 +85,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     settings = {"n_ctx": facts.context, "n_predict": -1 if most is None else most, "stream": stream, "n_indent": indent}
     settings |= {name: value for name, value in options.items() if name not in ("reweigh", "max_tokens")}
     head = Head(facts, shown, settings, n > 1)
-    task = Task([gap], options, n, stream, field="input_prefix", limits=limits)
+    task = Task([gap], options, n, stream, field="input_prefix", limits=limits, ending=ending_of(fields, facts))
     return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies))
 
 

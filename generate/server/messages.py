@@ -8,7 +8,7 @@ from typing import Any
 from common.amounts import counted
 from common.rules import Rule, one_of, whole
 from generate.server.client_tools import tool_of
-from generate.server.constraints import anthropic_choice, budget_of, grammar_of, openai_format
+from generate.server.constraints import anthropic_choice, budget_of, ending_of, grammar_of, openai_format
 from generate.server.conversation import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, Message, arrange, reply_begun
 from generate.server.errors import ApiError, envelope
 from generate.server.events import (
@@ -91,6 +91,7 @@ def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
         first_call_only=not several,
         grammar=grammar,
         budget=budget,
+        ending=ending_of(fields, facts, grammar),
         whole_calls=True,
     )
     return task, thoughts

@@ -17,7 +17,7 @@ from common.rules import FINITE, Rule, whole
 from generate import __version__
 from generate.server.body import read_json
 from generate.server.chat import MOST_LOGPROBS
-from generate.server.constraints import Choice, grammar_of, ollama_format
+from generate.server.constraints import Choice, ending_of, grammar_of, ollama_format
 from generate.server.conversation import MOST_MESSAGES, Message, arrange, calls_of, reply_begun, tools_of
 from generate.server.errors import envelope
 from generate.server.events import CallArguments, CallBegin, CallEnd, Event, Failed, Finish, Reasoning, Text, Whole
@@ -140,11 +140,13 @@ def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | Gap | str |
     if head.logprobs:
         options["logprobs"] = top
     tools = prompt.options.get("tools", ()) if isinstance(prompt, Chat) else ()
+    grammar = grammar_of(facts, tools, Choice("auto"), ollama_format(fields), True)
     task = Task(
         [] if prompt is None else [prompt],
         options,
         stream=fields.flag("stream", True),
-        grammar=grammar_of(facts, tools, Choice("auto"), ollama_format(fields), True),
+        grammar=grammar,
+        ending=ending_of(given, facts, grammar),
         whole_calls=True,
     )
     return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies), MEDIA)

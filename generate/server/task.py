@@ -3,15 +3,16 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from common.call_grammar import REPLY
 from common.checks import check_fits
 from common.errors import PromptTooLongError, UsageError
+from common.gbnf import lark_of
 from common.grammar import SchemaError
-from common.guide import AfterReasoning, Guide
+from common.guide import AfterReasoning, AtLeast, Guide
 from common.infill import Gap
 from common.reply import END_THINK, THINK
 from generate.llm import LLM, Prepared
@@ -39,13 +40,32 @@ class Chat:
 
 @dataclass(frozen=True)
 class Grammar:
-    """A grammar that a reply must follow, in llguidance's Lark dialect.
+    """A grammar that a reply must follow, in a language of `lark_of`.
 
     field  of the request, which holds the schema of the reply, or the tools whose calls alone are allowed
     """
 
     text: str
     field: str
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Tokens that end a reply.
+
+    stops    token ids that end it, beside those of the tokenizer
+    ignores  those of the tokenizer do not end it
+    least    tokens of the reply before which none of them may come
+    """
+
+    stops: Sequence[int] = ()
+    ignores: bool = False
+    least: int = 0
+
+    def ends(self, llm: LLM, prompt: Prepared) -> frozenset[int]:
+        """Return the tokens that end a reply to `prompt`."""
+        usual = llm.tokenizer.end_ids if prompt.ends is None else prompt.ends
+        return frozenset(self.stops) | (frozenset() if self.ignores else usual)
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,7 @@ class Task:
     grammar          the grammar of the reply after its reasoning
     budget           most tokens of the reasoning
     limits           makes what ends one reply by its lines; None: nothing does
+    ending           tokens that end a reply
     whole_calls      calls that the end of the reply cuts are left out: their arguments are no JSON
     """
 
@@ -76,6 +97,7 @@ class Task:
     budget: int | None = None
     field: str = "messages"
     limits: Callable[[], LineLimits] | None = None
+    ending: Ending = Ending()
     whole_calls: bool = False
 
 
@@ -101,13 +123,15 @@ def prepare(llm: LLM, facts: Facts, task: Task) -> list[Ready]:
         if any(isinstance(prompt, Chat) for prompt in task.prompts):  # whose options may be invalid
             raise
         raise ApiError(400, str(error), param=task.field) from None
+    if task.ending != Ending():
+        prompts = [replace(prompt, ends=task.ending.ends(llm, prompt)) for prompt in prompts]
     return [Ready(prompt, _guide(facts, task, prompt, inner)) for prompt in prompts]
 
 
 def compiled(facts: Facts, grammar: Grammar) -> Callable[[], Guide]:
     """Compile a grammar; raises ApiError with the invalid field."""
     try:
-        return facts.grammars.guide(grammar.text)
+        return facts.grammars.guide(lark_of(grammar.text))
     except SchemaError as error:
         raise ApiError(400, str(error), param=grammar.field if error.owner == REPLY else "tools") from None
     except UsageError as error:
@@ -150,7 +174,18 @@ def _chat(llm: LLM, prompt: Chat, field: str) -> Prepared:
 
 
 def _guide(facts: Facts, task: Task, prompt: Prepared, inner: Callable[[], Guide] | None) -> Callable[[], Guide] | None:
-    """Make the guide of replies to one prompt; reasoning before a reply is unrestricted, but bounded."""
+    """Make the guide of replies to one prompt, with their reasoning and the tokens before which they may not end."""
+    guide = _after_reasoning(facts, task, prompt, inner)
+    if not task.ending.least:
+        return guide
+    ends = facts.tokenizer.end_ids if prompt.ends is None else prompt.ends
+    return lambda: AtLeast(task.ending.least, ends, facts.vocab, guide and guide())
+
+
+def _after_reasoning(
+    facts: Facts, task: Task, prompt: Prepared, inner: Callable[[], Guide] | None
+) -> Callable[[], Guide] | None:
+    """Make the guide of replies after their reasoning, which is unrestricted, but bounded."""
     is_open = prompt.parser is not None and prompt.parser().in_reasoning
     if task.budget is None and not is_open:
         return inner
