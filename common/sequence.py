@@ -348,7 +348,7 @@ class Sequence:
             return False
         tokenizer, pending = self.target.tokenizer, self.pending
         if token in self.ends:
-            self.reason = "stop"
+            self.reason, pending.end_token = "stop", token
             if self.options.logprobs is not None:
                 pending.end = self._logprob(token, row)
             return False

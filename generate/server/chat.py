@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.pieces import Logprob, Stats
+from common.pieces import Stats
 from common.rules import number, whole
 from generate.server.constraints import budget_of, ending_of, form_of, grammar_of, openai_choice, openai_format
 from generate.server.conversation import MOST_TOOLS, Message, arrange, messages_of, reply_begun, tools_of
@@ -17,6 +17,7 @@ from generate.server.events import (
     Event,
     Failed,
     Finish,
+    Prompt,
     Reasoning,
     Text,
     Usage,
@@ -38,6 +39,7 @@ class Head:
     """Fields that all chunks of a reply share.
 
     custom  names of the tools whose calls are free text
+    ids     token ids are sent
     """
 
     id: str
@@ -47,6 +49,7 @@ class Head:
     logprobs: bool
     choices: int
     custom: Collection[str]
+    ids: bool
 
 
 def parse(fields: Fields, facts: Facts) -> Parsed:
@@ -82,9 +85,10 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
         grammar=grammar,
         budget=_budget(fields, effort),
         ending=ending_of(fields, facts, grammar),
+        ids=fields.flag("return_token_ids", False),
     )
     usage = bool(streaming and streaming.flag("include_usage", False))
-    head = Head(new_id("chatcmpl-"), now(), facts, usage, logprobs, n, custom_names(fields))
+    head = Head(new_id("chatcmpl-"), now(), facts, usage, logprobs, n, custom_names(fields), task.ids)
     return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies))
 
 
@@ -168,9 +172,19 @@ class Writer:
             "model": head.facts.name,
         }
 
-    def _chunk(self, index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        logprobs: Any = None,
+        ids: Sequence[int] = (),
+        **more: Any,
+    ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return sse(self.base | {"choices": [choice]} | self.none)
+        if self.head.ids:
+            choice["token_ids"] = ids
+        return sse(self.base | {"choices": [choice]} | more | self.none)
 
     def _frame(self, index: int, *keys: str) -> Frame:
         """Return a template of the chunks of choice `index` whose delta has texts under `keys`."""
@@ -182,12 +196,14 @@ class Writer:
             self.frames[index, keys[0]] = Frame(chunk, len(keys))
         return self.frames[index, keys[0]]
 
-    def _texts(self, index: int, text: str, logprobs: Sequence[Logprob], *keys: str) -> bytes:
-        """Write a chunk whose delta has `text` under each of `keys`, with log-probabilities if requested."""
-        if not self.head.logprobs:
-            return self._frame(index, *keys).of(*[text] * len(keys))
-        found = {"content": chat_logprobs(self.head.facts.tokenizer, logprobs), "refusal": None}
-        return self._chunk(index, dict.fromkeys(keys, text), logprobs=found)
+    def _texts(self, index: int, part: Text | Reasoning, *keys: str) -> bytes:
+        """Write a chunk whose delta has a text under each of `keys`, with log-probabilities and ids if requested."""
+        if not (self.head.logprobs or self.head.ids):
+            return self._frame(index, *keys).of(*[part.text] * len(keys))
+        found = None
+        if self.head.logprobs:
+            found = {"content": chat_logprobs(self.head.facts.tokenizer, part.logprobs), "refusal": None}
+        return self._chunk(index, dict.fromkeys(keys, part.text), logprobs=found, ids=part.tokens)
 
     def begin(self, tokens: int) -> Iterator[bytes]:
         for index in range(self.head.choices):
@@ -196,10 +212,12 @@ class Writer:
 
     def push(self, index: int, event: Event) -> Iterator[bytes]:
         match event:
-            case Text(text, logprobs):
-                yield self._texts(index, text, logprobs, "content")
-            case Reasoning(text, logprobs):
-                yield self._texts(index, text, logprobs, "reasoning_content", "reasoning")
+            case Prompt(ids) if index == 0:
+                yield self._chunk(index, {}, prompt_token_ids=ids)
+            case Text():
+                yield self._texts(index, event, "content")
+            case Reasoning():
+                yield self._texts(index, event, "reasoning_content", "reasoning")
             case CallBegin(at, id, name):
                 if name in self.head.custom:
                     self.custom[index, at] = ""
@@ -213,7 +231,7 @@ class Writer:
                 yield self._chunk(index, {"tool_calls": [{"index": at, "custom": {"input": text}}]})
             case Finish(reason, usage):
                 self.usages[index], self.stats = usage, event.stats
-                yield self._chunk(index, {}, reason)
+                yield self._chunk(index, {}, reason, ids=event.tokens)
             case Failed(error):
                 self.failed = True
                 yield sse(envelope(error, "openai", ""))
@@ -248,7 +266,10 @@ def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
         if head.logprobs:
             logprobs = {"content": chat_logprobs(head.facts.tokenizer, reply.logprobs), "refusal": None}
         choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reply.finish.reason})
+        if head.ids:
+            choices[-1]["token_ids"] = reply.tokens
     body = {"id": head.id, "object": "chat.completion", "created": head.created, "model": head.facts.name}
     body |= {"choices": choices, "usage": openai_usage(usage)}
+    body |= {"prompt_token_ids": replies[0].prompt} if head.ids else {}
     stats = replies[-1].finish.stats
     return body | ({"timings": timings(stats, usage)} if stats else {})

@@ -17,7 +17,7 @@ from common.infill import Gap
 from common.reply import END_THINK, THINK
 from generate.llm import LLM, Prepared
 from generate.server.errors import ApiError, failure, too_long
-from generate.server.events import Echo, Event, Events, Failed, Finish, Usage, Whole
+from generate.server.events import Echo, Event, Events, Failed, Finish, Prompt, Usage, Whole
 from generate.server.facts import Facts
 from generate.server.line_limits import LineLimits
 
@@ -83,6 +83,7 @@ class Task:
     budget           most tokens of the reasoning
     limits           makes what ends one reply by its lines; None: nothing does
     ending           tokens that end a reply
+    ids              the answer has the token ids of prompt and reply
     whole_calls      calls that the end of the reply cuts are left out: their arguments are no JSON
     """
 
@@ -98,6 +99,7 @@ class Task:
     field: str = "messages"
     limits: Callable[[], LineLimits] | None = None
     ending: Ending = Ending()
+    ids: bool = False
     whole_calls: bool = False
 
 
@@ -237,12 +239,14 @@ async def reply_events(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncG
     if index % task.n and options.get("seed") is not None:
         options["seed"] = (options["seed"] + index % task.n) % 2**64
     try:
+        if task.ids:
+            yield index, Prompt(prompt.tokens)
         if task.echo:
             yield index, await echo(llm, task, prompt, index // task.n)
         if not task.generates:
             yield index, Finish("length", Usage(len(prompt.tokens)))
             return
-        made = Events(task.first_call_only, task.limits and task.limits(), task.whole_calls)
+        made = Events(task.first_call_only, task.limits and task.limits(), task.whole_calls, task.ids)
         async with llm.astream_prepared(prompt, **options) as stream:
             async for piece in stream:
                 for event in made.of(piece):
