@@ -31,11 +31,13 @@ class Chat:
 
     options  of rendering: tools, think, template
     begun    text with which the reply has begun; it goes on from there
+    before   token ids of an earlier conversation, which precede it
     """
 
     messages: Sequence[Mapping[str, Any]]
     options: Mapping[str, Any] = field(default_factory=dict)
     begun: str = ""
+    before: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,12 @@ def rendered(llm: LLM, task: Task) -> list[Prepared]:
 
 
 def _chat(llm: LLM, prompt: Chat, field: str) -> Prepared:
-    """Render and encode a conversation, and the text with which its reply has begun."""
+    """Render and encode a conversation, what precedes it, and the text with which its reply has begun."""
     ready = llm.prepare_chat(prompt.messages, **prompt.options)
+    if prompt.before:
+        at = ready.tokens[:1] == [llm.tokenizer.bos_id]
+        ready = Prepared([*prompt.before, *ready.tokens[at:]], ready.parser)
+        check_fits(len(ready.tokens), llm.context, llm.trained_context)
     if not prompt.begun:
         return ready
     assert ready.parser is not None
