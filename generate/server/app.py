@@ -138,6 +138,8 @@ def _ollama(service: Service) -> list[BaseRoute]:
 def _stored(service: Service) -> list[BaseRoute]:
     def stored(request: Request) -> dict[str, Any]:
         id = request.path_params["id"]
+        if request.query_params.get("stream") == "true":
+            raise ApiError(400, "stream is true; a stored response is sent whole", param="stream")
         if request.method != "DELETE":
             return service.store.get(id).body
         service.store.delete(id)

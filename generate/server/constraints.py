@@ -241,4 +241,5 @@ def ending_of(fields: Fields, facts: Facts, grammar: Grammar | None = None) -> E
     ignores = fields.flag("ignore_eos", False)
     if ignores and grammar is not None:
         raise fields.refuse("ignore_eos", f"it does not go with {grammar.field}, by which the reply ends")
-    return Ending(fields.take("stop_token_ids", ids, ()), ignores, fields.take("min_tokens", whole(0), 0))
+    least, shown = fields.take("min_tokens", whole(0), 0), fields.flag("include_stop_str_in_output", False)
+    return Ending(fields.take("stop_token_ids", ids, ()), ignores, least, shown)

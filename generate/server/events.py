@@ -123,6 +123,7 @@ class Events:
     limits           end a reply by its lines; None: nothing does
     whole_calls      a call whose arguments are no JSON, because the reply ends in it, is left out
     ids              events have their token ids
+    shows_stop       the text has the stop string that ends it
     """
 
     def __init__(
@@ -131,8 +132,10 @@ class Events:
         limits: LineLimits | None = None,
         whole_calls: bool = False,
         ids: bool = False,
+        shows_stop: bool = False,
     ):
         self._first_call_only, self._limits, self._whole_calls, self._ids = first_call_only, limits, whole_calls, ids
+        self._shows_stop = shows_stop
         self._thought = 0
         self._held: list[Logprob] = []
         self._held_ids: list[int] = []
@@ -166,7 +169,7 @@ class Events:
         thoughts = tuple(piece.tokens[: piece.thought]) if self._ids else ()
         if piece.reasoning or reasoned or thoughts:
             yield Reasoning(piece.reasoning, reasoned, thoughts)
-        text = piece.text
+        text = piece.text + (piece.stop or "" if self._shows_stop else "")
         if self._limits is not None:
             text = self._limits.push(text)
             self._ended = "length" if self._limits.is_over else None

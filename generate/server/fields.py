@@ -50,6 +50,11 @@ NOT_SAMPLED: dict[str, tuple[Any, ...]] = {
     "top_n_sigma": (0, -1),
     "use_beam_search": (0,),
     "allowed_token_ids": ([],),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "return_tokens_as_token_ids": (0,),
+    "chat_template": ("",),
+    "documents": ([],),
     "bad_words": ([],),
     "logits_processors": ([],),
 }

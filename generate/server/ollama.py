@@ -325,6 +325,7 @@ def show(facts: Facts) -> dict[str, Any]:
     capabilities += [] if facts.tokenizer.fim.missing else ["insert"]
     info = {
         "general.architecture": facts.architecture,
+        "general.basename": facts.name,
         "general.parameter_count": facts.parameters,
         f"{facts.architecture}.context_length": facts.context,
         f"{facts.architecture}.vocab_size": facts.vocab,

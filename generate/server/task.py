@@ -53,16 +53,18 @@ class Grammar:
 
 @dataclass(frozen=True)
 class Ending:
-    """Tokens that end a reply.
+    """Rules by which a reply ends, beside its limit.
 
     stops    token ids that end it, beside those of the tokenizer
     ignores  those of the tokenizer do not end it
     least    tokens of the reply before which none of them may come
+    shown    a stop string that ends the reply is part of its text
     """
 
     stops: Sequence[int] = ()
     ignores: bool = False
     least: int = 0
+    shown: bool = False
 
     def ends(self, llm: LLM, prompt: Prepared) -> frozenset[int]:
         """Return the tokens that end a reply to `prompt`."""
@@ -84,7 +86,7 @@ class Task:
     grammar          the grammar of the reply after its reasoning
     budget           most tokens of the reasoning
     limits           makes what ends one reply by its lines; None: nothing does
-    ending           tokens that end a reply
+    ending           how a reply ends, beside its limit
     ids              the answer has the token ids of prompt and reply
     whole_calls      calls that the end of the reply cuts are left out: their arguments are no JSON
     """
@@ -252,7 +254,9 @@ async def reply_events(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncG
         if not task.generates:
             yield index, Finish("length", Usage(len(prompt.tokens)))
             return
-        made = Events(task.first_call_only, task.limits and task.limits(), task.whole_calls, task.ids)
+        made = Events(
+            task.first_call_only, task.limits and task.limits(), task.whole_calls, task.ids, task.ending.shown
+        )
         async with llm.astream_prepared(prompt, **options) as stream:
             async for piece in stream:
                 for event in made.of(piece):

@@ -4,6 +4,7 @@ import pytest
 from conftest import client_of
 from tiny_chat import END
 from tiny_chat import write as write_model
+from wires import sse
 
 import generate
 
@@ -66,6 +67,21 @@ def test_further_end_tokens(ending, path):
     assert fewer <= count == 9
     assert whole.startswith(text)
     assert last not in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_may_be_shown(client, stream):
+    """`include_stop_str_in_output` of vLLM was ignored, and the text lacked its end."""
+    fields = {"prompt": "def add(a, b):\n    return", "temperature": 0, "max_tokens": 20, "stop": ["+ b"]}
+
+    def text(**more):
+        response = client.post("/v1/completions", json={**fields, "stream": stream, **more})
+        chunks = sse(response) if stream else [response.json()]
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+    assert text() == " a "
+    assert text(include_stop_str_in_output=True) == " a + b"
+    assert text(include_stop_str_in_output=True, stop=["never"]) == text(stop=None)
 
 
 def test_a_grammar_that_must_end_ends_before_min_tokens(ending):

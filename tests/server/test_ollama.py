@@ -129,6 +129,7 @@ def test_what_clients_ask_first(scripted):
     shown = scripted.post("/api/show", json={"model": "scripted"}).json()
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert shown["model_info"]["scripted.context_length"] == 4096
+    assert shown["model_info"]["general.basename"] == "scripted"  # the name that VS Code shows
     assert shown["details"] == model["details"]
     assert model["details"]["quantization_level"] == "F32"
     assert shown["modified_at"] == model["modified_at"]
