@@ -178,7 +178,9 @@ def test_fields_of_llama_cpp_and_vllm(nonsense, path):
     ("fields", "words"),
     [
         ({"grammar": "root ::= other"}, "the grammar is refused: Rule 'other' not found"),
-        ({"grammar": 'root ::= "a'}, "the grammar is neither GBNF nor Lark: Unexpected end of input"),
+        ({"grammar": 'root ::= "a'}, "the grammar has '\"a', which is not closed"),
+        ({"grammar": "root ::= " + "[" * 60000}, "which is not closed"),  # read in linear time
+        ({"grammar": "root ::= )"}, "the grammar is neither GBNF nor Lark: Expected name at line 1"),
         ({"grammar": "root ::= " + "(" * 60 + '"a"' + ")" * 60}, "groups inside each other to more than 50 levels"),
         ({"grammar": " " * (1 << 16) + "r"}, "the grammar has 65537 characters; at most 65536 are read"),
         ({"guided_regex": "(?=a)b"}, "look-around, including look-ahead and look-behind, is not supported"),
@@ -187,7 +189,7 @@ def test_fields_of_llama_cpp_and_vllm(nonsense, path):
         ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos is True; it does not go with guided_choice"),
         (
             {"structured_outputs": {"structural_tag": "{}"}},
-            "it is not supported",
+            "supported are json, regex, choice, grammar",
         ),
     ],
 )
