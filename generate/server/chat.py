@@ -32,6 +32,7 @@ from generate.server.wire import Frame, Parsed, chat_logprobs, new_id, now, open
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
+NEVER = -1e9  # bias of a token that must not come
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,9 @@ def _budget(fields: Fields, effort: str | None) -> int | None:
 
 
 def bias(fields: Fields, facts: Facts) -> dict[str, Any]:
-    """Return the `logit_bias` of a request: token ids, as text, to numbers from -100 to 100."""
+    """Return the `logit_bias` of a request: token ids, as text, to numbers from -100 to 100; or llama.cpp's list."""
+    if isinstance(fields.values.get("logit_bias"), list):
+        return _paired_bias(fields.values["logit_bias"], facts)
     given = fields.object("logit_bias")
     if given is None or not given.values:
         return {}
@@ -137,6 +140,22 @@ def bias(fields: Fields, facts: Facts) -> dict[str, Any]:
             )
         found[int(key)] = given.take(key, rule, 0.0)
     return {"logit_bias": found}
+
+
+def _paired_bias(pairs: list[Any], facts: Facts) -> dict[str, Any]:
+    """Return the bias of pairs of a token id or text and a number; the number false forbids the tokens."""
+    found: dict[int, float] = {}
+    for at, pair in enumerate(pairs):
+        match pair:
+            case [str(text), False | int() | float() as value]:
+                ids = facts.tokenizer.encode_plain(text)
+            case [int(id), False | int() | float() as value] if 0 <= id < facts.vocab:
+                ids = [id]
+            case _:
+                what = f"a token id below {facts.vocab} or text, and a number or false"
+                raise ApiError(400, f"logit_bias[{at}] is {pair!r:.80}; it must be {what}", param="logit_bias")
+        found |= dict.fromkeys(ids, NEVER if value is False else float(value))
+    return {"logit_bias": found} if found else {}
 
 
 def _refuse_unsupported(fields: Fields) -> None:

@@ -20,7 +20,6 @@ from generate.server.task import Task
 from generate.server.wire import Frame, Parsed, finite, sse, timings, token_text
 
 MOST_SCORES = 256  # alternatives to a token
-NEVER = -1e9  # bias of a token that must not come
 TEXTS = Rule("a list of texts", lambda value: [TEXT.convert(each) for each in LIST.convert(value)])
 SAMPLERS = {  # of llama.cpp, with the fields of each
     "penalties": ("repetition_penalty", "repeat_penalty", "frequency_penalty", "presence_penalty"),
@@ -94,7 +93,7 @@ def parsed(fields: Fields, facts: Facts, prompts: Sequence[Gap | str | list[int]
     for key, neutral in UNSUPPORTED.items():
         if fields.has(key) and fields.values[key] not in neutral:
             raise fields.refuse(key, "it is not supported; leave it out")
-    options = chosen(fields, facts.tokenizer) | stops(fields, "stop") | priority(fields) | biases(fields, facts)
+    options = chosen(fields, facts.tokenizer) | stops(fields, "stop") | priority(fields) | bias(fields, facts)
     limited = limit(fields, "n_predict", "max_tokens", minimum=0)
     silent = limited.get("max_tokens") == 0  # the prompt is read into the cache
     options |= {"max_tokens": 1} if silent else limited
@@ -124,27 +123,6 @@ def parsed(fields: Fields, facts: Facts, prompts: Sequence[Gap | str | list[int]
         ids=fields.flag("return_tokens", False),
     )
     return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies))
-
-
-def biases(fields: Fields, facts: Facts) -> dict[str, Any]:
-    """Return the `logit_bias` of a request: an object, or a list of pairs of a token id or text and its bias.
-
-    The bias false is that of tokens that must not come.
-    """
-    if not isinstance(fields.values.get("logit_bias"), list):
-        return bias(fields, facts)
-    found: dict[int, float] = {}
-    for at, pair in enumerate(fields.values["logit_bias"]):
-        match pair:
-            case [str(text), False | int() | float() as value]:
-                ids = facts.tokenizer.encode_plain(text)
-            case [int(id), False | int() | float() as value] if 0 <= id < facts.vocab:
-                ids = [id]
-            case _:
-                what = f"a token id below {facts.vocab} or text, and a number or false"
-                raise ApiError(400, f"logit_bias[{at}] is {pair!r:.80}; it must be {what}", param="logit_bias")
-        found |= dict.fromkeys(ids, NEVER if value is False else float(value))
-    return {"logit_bias": found} if found else {}
 
 
 def chosen(fields: Fields, tokenizer: Tokenizer) -> dict[str, Any]:

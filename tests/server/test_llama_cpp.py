@@ -85,6 +85,10 @@ def test_biases_in_pairs(client, demo):
     (token,) = body["tokens"]
     assert ask(client, n_predict=1, logit_bias=[[token, False]], return_tokens=True)["tokens"] != [token]
     assert ask(client, n_predict=1, logit_bias=[[" zero", 200]])["content"] in (" zero", " z")
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "temperature": 0}
+    for pairs in ([], [[" zero", 300]]):  # llama.cpp's Chat Completions take pairs too
+        [choice] = client.post("/v1/chat/completions", json=chat | {"logit_bias": pairs}).json()["choices"]
+        assert (choice["message"]["content"] in (" zero", " z")) == bool(pairs)
     for pairs in ([[token]], [[token, "a"]], [[-1, 2]], [[token, True], 5], [[10**9, 1.0]]):
         refused = client.post(URL, json={"prompt": "a", "logit_bias": pairs})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logit_bias")
