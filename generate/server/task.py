@@ -246,12 +246,14 @@ async def reply_events(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncG
         options["spec"] = "off"
     if index % task.n and options.get("seed") is not None:
         options["seed"] = (options["seed"] + index % task.n) % 2**64
+    opening: list[Event] = [Prompt(prompt.tokens)] if task.ids else []  # sent once the reply begins: it may be refused
     try:
-        if task.ids:
-            yield index, Prompt(prompt.tokens)
         if task.echo:
-            yield index, await echo(llm, task, prompt, index // task.n)
-        if not task.generates:
+            opening.append(await echo(llm, task, prompt, index // task.n))
+            for event in opening:
+                yield index, event
+            opening = []
+        if not task.generates:  # but echoes
             yield index, Finish("length", Usage(len(prompt.tokens)))
             return
         made = Events(
@@ -259,8 +261,9 @@ async def reply_events(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncG
         )
         async with llm.astream_prepared(prompt, **options) as stream:
             async for piece in stream:
-                for event in made.of(piece):
+                for event in (*opening, *made.of(piece)):
                     yield index, event
+                opening = []
                 if made.is_over:
                     stream.cancel()
     except Exception as error:

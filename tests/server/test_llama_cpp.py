@@ -5,6 +5,8 @@ import json
 import pytest
 from wires import sse
 
+from common.schedule import BusyError
+
 PROMPT = "def add(a, b):\n    return"
 URL = "/completion"
 
@@ -129,6 +131,16 @@ def test_token_ids_under_vllms_names(scripted, path):
     ]
     assert first == prompt
     assert "token_ids" not in scripted.post(f"/v1/{path}", json={**fields, "return_token_ids": False}).text
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/api/generate", {"model": "m"}), ("/v1/completions", {"return_token_ids": True, "stream": True})],
+)
+def test_ids_of_a_prompt_are_not_sent_before_its_reply_begins(scripted, path, fields):
+    """The status of a reply that is refused at once was 200."""
+    scripted.llm.text, scripted.llm.error = "", BusyError("2 calls wait")
+    assert scripted.post(path, json={"prompt": "abc", **fields}).status_code == 503
 
 
 def test_the_end_token_is_among_the_ids(client, demo):
