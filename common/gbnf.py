@@ -6,9 +6,12 @@ from common.errors import UsageError
 
 MOST_CHARACTERS = 1 << 16
 MOST_DEPTH = 50  # of groups inside each other
-IS_LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start[ \t]*:)")
-# A comment, a literal or a class of characters. One that is not closed is found too: the search takes linear time.
-TOKEN = re.compile(r'#[^\r\n]*|"((?:\\.|[^"\\])*)("?)|\[(\^?)((?:\\.|[^\]\\])*)(\]?)', re.DOTALL)
+IS_LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start[ \t]*:(?!:=))")
+# A comment, a literal, a class of characters, or the name `start`. What is not closed is found too,
+# so that the search takes linear time.
+TOKEN = re.compile(
+    r'#[^\r\n]*|"((?:\\.|[^"\\])*)("?)|\[(\^?)((?:\\.|[^\]\\])*)(\]?)|(?<![\w-])start(?![\w-])', re.DOTALL
+)
 ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL)
 NAMED = {"n": "\n", "r": "\r", "t": "\t"}
 SHOWN = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
@@ -39,7 +42,9 @@ def lark_of(text: str) -> str:
 
 
 def _token(found: re.Match[str]) -> str:
-    """Rewrite a literal or a class of characters without the escapes that the converter misreads; drop a comment."""
+    """Rewrite a literal or a class without the escapes that the converter misreads; drop a comment, rename a rule."""
+    if found[0] == "start":  # the converter's name for `root`
+        return "own-start"
     literal, quote, negated, members, bracket = found.groups()
     if "" in (quote, bracket):
         raise UsageError(f"the grammar has {found[0]!r:.40}, which is not closed")

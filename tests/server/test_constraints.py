@@ -140,6 +140,7 @@ PATTERNS = {  # what a reply must match, by the fields of llama.cpp and vLLM tha
         {"structured_outputs": {"choice": ["ja", "nein/é"]}},
         {"grammar": 'root ::= yes | "nein/\\u00e9" # "no"\nyes ::= "ja"'},
         {"guided_grammar": 'start: "ja" | "nein/é"'},
+        {"guided_grammar": 'root ::= start\nstart ::= "ja" | "nein/é"'},
         {"structured_outputs": {"grammar": 'root ::= "ja" | "nein" [/] [é]'}},
     ],
     r"[a-c]{2}/\d\n": [
