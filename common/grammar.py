@@ -1,6 +1,7 @@
 """Guides that follow a grammar: JSON of a schema, tool calls in a model's own syntax. llguidance keeps the state."""
 
 import json
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,9 @@ SHOWN = re.compile(r"<state>|\n +\d+ \| ")  # what llguidance shows after the wo
 OF, GUIDANCE = "$comment", "x-guidance"  # keys of a schema: the name of its owner, and options of llguidance
 COMBINING = ("allOf", "anyOf", "oneOf", "$ref")  # keys whose schemas apply to the same value as those beside them
 OPENING = {"additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties"}  # other properties
+BOUNDS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+LISTING = {"multipleOf", "enum", "const"}  # keys that bound an integer, or do not go with bounds
+MOST_INTEGER = 9 * 10**18  # about the largest that llguidance can bound
 MOST_TRIES = 64  # of parts of a schema, of which one is at fault; each takes a millisecond
 
 
@@ -170,13 +174,13 @@ def _words(error: str) -> str:
 
 
 def json_rule(name: str, schema: Any, owner: str, lenient: bool = False) -> str:
-    """Return a rule of a Lark grammar for JSON of a schema, without properties that the schema does not name.
+    """Return a rule of a Lark grammar for JSON of a schema, as `closed` and `bounded` return it.
 
     owner    owner of the schema, in words, for errors
     lenient  leave out keywords that llguidance does not know
     """
     options = {"whitespace_pattern": WHITE_SPACE, "lenient": lenient}
-    described = closed(schema) if isinstance(schema, Mapping) else ({} if schema is True else {"not": {}})
+    described = bounded(closed(schema)) if isinstance(schema, Mapping) else ({} if schema is True else {"not": {}})
     return f"{name}: %json {json.dumps(described | {OF: owner, GUIDANCE: options})}\n"
 
 
@@ -201,17 +205,47 @@ def _is_combined(schema: Mapping[str, Any]) -> bool:
 
 
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict(schema)
-    for key in ("$defs", "definitions", "properties"):
-        if isinstance(held := schema.get(key), Mapping):
-            found[key] = {name: _closed(part) if isinstance(part, Mapping) else part for name, part in held.items()}
-    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
-        if isinstance(held := schema.get(key), list):
-            found[key] = [_closed(part) if isinstance(part, Mapping) else part for part in held]
-    if isinstance(items := schema.get("items"), Mapping):
-        found["items"] = _closed(items)
+    found = _mapped(schema, _closed)
     named, required = schema.get("properties"), schema.get("required", [])
     if isinstance(named, Mapping) and named and not OPENING & schema.keys():
         can_close = isinstance(required, list) and all(key in named for key in required if isinstance(key, str))
         found |= {"additionalProperties": False} if can_close else {}
+    return found
+
+
+def bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema in which integers without bounds have at most 19 digits.
+
+    A weak model would otherwise write digits to the end of the context; llama.cpp bounds them too. A schema whose parts
+    describe one value together is returned as it is.
+    """
+    return dict(schema) if _is_combined(schema) else _bounded(schema)
+
+
+def _bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
+    found = _mapped(schema, _bounded)
+    kinds = schema.get("type")
+    if kinds != "integer" and not (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds):
+        return found
+    low, high = ({*ends} & schema.keys() for ends in BOUNDS)
+    if LISTING & schema.keys() or any(abs(_number(schema[key])) >= MOST_INTEGER for key in low | high):
+        return found
+    return found | ({} if low else {"minimum": -MOST_INTEGER}) | ({} if high else {"maximum": MOST_INTEGER})
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) else math.inf
+
+
+def _mapped(schema: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """Return the schema with each of the schemas directly inside it changed."""
+    found = dict(schema)
+    for key in ("$defs", "definitions", "properties"):
+        if isinstance(held := schema.get(key), Mapping):
+            found[key] = {name: change(part) if isinstance(part, Mapping) else part for name, part in held.items()}
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        if isinstance(held := schema.get(key), list):
+            found[key] = [change(part) if isinstance(part, Mapping) else part for part in held]
+    if isinstance(items := schema.get("items"), Mapping):
+        found["items"] = change(items)
     return found

@@ -4,7 +4,7 @@ A decoder that drafts asks the same questions in the same order as plain decodin
 chooses on the host, row after row along the accepted path: the text is the same with every decoder.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -101,6 +101,31 @@ class AfterReasoning:
     def _end(self) -> None:
         self._ended = True
         self._guide = None if self._inner is None else self._inner()
+
+
+class AtLeast:
+    """Lets no token of `ends` come before `least` tokens of the reply, unless `inner` allows nothing else.
+
+    inner  the guide of the reply; None: it is unrestricted
+    vocab  logits of the model
+    """
+
+    def __init__(self, least: int, ends: Collection[int], vocab: int, inner: Guide | None):
+        self._left, self._inner = least, inner
+        self._others = np.ones(vocab, bool)
+        self._others[list(ends)] = False
+
+    def allowed(self) -> np.ndarray | None:
+        mask = None if self._inner is None else self._inner.allowed()
+        if self._left <= 0:
+            return mask
+        longer = self._others if mask is None else mask & self._others
+        return longer if longer.any() else mask
+
+    def accept(self, token: int) -> None:
+        self._left -= 1
+        if self._inner is not None:
+            self._inner.accept(token)
 
 
 def spilling(tokenizer: Tokenizer, closing: str) -> dict[bytes, list[int]]:

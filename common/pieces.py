@@ -85,7 +85,8 @@ class Piece(Parts):
     finish_reason  "stop": an end token or a stop string; "tool_calls": as "stop", after calls; "length": max_tokens or
                    the context; "cancelled"
     stop           the stop string that ended the reply
-    end            Logprob of the end token that ended the reply, if log-probabilities were requested
+    end_token      the end token that ended the reply
+    end            its Logprob, if log-probabilities were requested
     thought        number of tokens of the reasoning and its tags, which precede all others
     """
 
@@ -94,6 +95,7 @@ class Piece(Parts):
     finish_reason: str | None = None
     stats: Stats | None = None
     stop: str | None = None
+    end_token: int | None = None
     end: Logprob | None = None
     thought: int = 0
 
@@ -119,7 +121,7 @@ class PieceParser:
             self.parser.finish(out, is_cut=piece.finish_reason == "length")
             called = self.parser.calls and piece.finish_reason == "stop"
             out.finish_reason, out.stats = "tool_calls" if called else piece.finish_reason, piece.stats
-            out.stop, out.end = piece.stop, piece.end
+            out.stop, out.end_token, out.end = piece.stop, piece.end_token, piece.end
         if not (out.text or out.reasoning or out.tool_calls or out.finish_reason):
             return None
         self.out = Piece()

@@ -59,7 +59,7 @@ class Call:
     shared    number of the prompt's tokens with which the next prompt will begin; None: all
     marks     Reading.marks of the prompt
     replies   Reading.replies of the prompt
-    ends      tokens that end the reply, beside those of the tokenizer
+    ends      tokens that end the reply; None: those of the tokenizer
     """
 
     prompt: Any
@@ -70,7 +70,7 @@ class Call:
     shared: int | None = None
     marks: Mapping[int, str] = field(default_factory=dict)
     replies: List[Span] = ()
-    ends: frozenset[int] = frozenset()
+    ends: frozenset[int] | None = None
 
 
 RESERVED = 1024  # tokens of a reply for which memory is granted at a time
@@ -110,7 +110,7 @@ class Sequence:
         window = default_window(model, self.sampler.is_argmax)
         self.speculation = speculation_of(call.options, default_spec(model), window)
         check(self.speculation, model, self.sampler)
-        self.ends = target.tokenizer.end_ids | call.ends
+        self.ends = target.tokenizer.end_ids if call.ends is None else call.ends
         self.text, self.detokenizer = StopText(call.options.stop), target.tokenizer.decoder()
         self.priority, self.arrival, self.waited, self.skips = call.options.priority, 0, 0, 0
         self.slot: Slot | None = None
@@ -374,14 +374,15 @@ class Sequence:
             return False
         tokenizer, pending = self.target.tokenizer, self.pending
         if token in self.ends:
-            self.reason = "stop"
+            self.reason, pending.end_token = "stop", token
             if self.options.logprobs is not None:
                 pending.end = self._logprob(token, row)
             return False
         pending.tokens.append(token)
         if self.options.logprobs is not None:
             pending.logprobs.append(self._logprob(token, row))
-        known = token < tokenizer.vocab_size  # a padded vocabulary ends in ids without text
+        # a padded vocabulary ends in ids without text; an end token that does not end the reply is not shown
+        known = token < tokenizer.vocab_size and token not in tokenizer.end_ids
         pending.text = self.text.push(self.detokenizer.push(token) if known else "")
         if self.text.stopped_by is not None:
             self.reason = "stop"

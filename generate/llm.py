@@ -93,13 +93,13 @@ class Prepared:
     tokens  of the prompt
     parser  makes the parser of one reply, given the text `begun` with which it has begun, if any; None: plain text
     turns   the turns that a chat template shows in it
-    ends    tokens that end the reply, beside those of the tokenizer
+    ends    tokens that end the reply; None: those of the tokenizer
     """
 
     tokens: list[int]
     parser: Callable[..., ReplyParser] | None = None
     turns: Turns = field(default_factory=Turns)
-    ends: frozenset[int] = frozenset()
+    ends: frozenset[int] | None = None
 
 
 class LLM:
@@ -295,7 +295,7 @@ class LLM:
         ids, turns = gap_prompt(self.tokenizer, prompt, self.context)
         check_tokens(ids, self.vocab_size)
         check_fits(len(ids), self.context, self.trained_context)
-        return Prepared(ids, turns=turns, ends=self.tokenizer.fim.ids)
+        return Prepared(ids, turns=turns, ends=self.tokenizer.end_ids | self.tokenizer.fim.ids)
 
     @takes_options(ChatOptions)
     def prepare_chat(self, messages: Sequence[Message], options: ChatOptions) -> Prepared:

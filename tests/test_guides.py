@@ -10,7 +10,7 @@ from tiny_chat import write as write_model
 import generate
 from common.call_grammar import call_rules, reply_grammar
 from common.errors import UsageError
-from common.grammar import closed
+from common.grammar import bounded, closed
 from common.guide import AfterReasoning, spilling
 from common.tools import GLM, HERMES, QWEN_XML, find_syntax, read_call
 
@@ -147,6 +147,44 @@ def test_objects_have_the_properties_that_their_schema_names(schema, is_closed):
     assert all(old or not new for old, new in zip(before, after, strict=True))
     assert any(after)
     assert (before != after) == is_closed
+
+
+@pytest.mark.parametrize(
+    ("schema", "bounds"),
+    [
+        ({"type": "integer"}, (-(9 * 10**18), 9 * 10**18)),
+        ({"type": ["integer", "null"], "minimum": 0}, (0, 9 * 10**18)),
+        ({"type": "integer", "exclusiveMaximum": 5}, (-(9 * 10**18), None)),
+        ({"type": "integer", "minimum": 1, "maximum": 3}, (1, 3)),
+        ({"type": "integer", "minimum": 10**19}, (10**19, None)),
+        (
+            {"type": "integer", "exclusiveMinimum": True, "minimum": 0},
+            (0, 9 * 10**18),
+        ),  # an older version of JSON Schema
+        ({"type": "integer", "multipleOf": 5}, (None, None)),
+        ({"type": "integer", "enum": [10**20]}, (None, None)),
+        ({"type": "number"}, (None, None)),
+        ({"allOf": [{"type": "integer"}, {"multipleOf": 5}]}, (None, None)),
+    ],
+)
+def test_integers_are_bounded(nonsense, schema, bounds):
+    for place in ({"properties": {"a": schema}}, {"items": schema}, {"$defs": {"a": schema}}, {"anyOf": [schema]}):
+        found = bounded(place)
+        ((key, held),) = found.items()
+        part = held[0] if isinstance(held, list) else held.get("a", held)
+        assert {**part, "minimum": bounds[0], "maximum": bounds[1]} == {"minimum": None, "maximum": None, **part}
+        assert place[key] in (schema, {"a": schema}, [schema])
+    if "exclusiveMinimum" not in schema and bounds != (10**19, None):
+        guide_of(nonsense, reply_grammar({"type": "object", "properties": {"a": schema}}, ""))
+
+
+def test_a_model_that_likes_digits_ends_its_integers(nonsense):
+    """A model of 135M parameters wrote them until the limit of its reply."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    nine = nonsense.tokenizer.token_to_id("9")
+    guide = guide_of(nonsense, reply_grammar(schema, ""))
+    reply = nonsense.generate("x", guide=guide, logit_bias={nine: 50.0}, temperature=1.0, seed=1, max_tokens=200)
+    assert (reply.finish_reason, json.loads(reply.text)["a"] < 10**19) == ("stop", True)
 
 
 def test_a_grammar_that_is_none_is_refused(nonsense):

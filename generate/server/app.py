@@ -9,7 +9,18 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 
 from generate import __version__
-from generate.server import chat, completions, embeddings, infill, messages, ollama, page, responses, utilities
+from generate.server import (
+    chat,
+    completions,
+    embeddings,
+    infill,
+    llama_cpp,
+    messages,
+    ollama,
+    page,
+    responses,
+    utilities,
+)
 from generate.server.answer import Generate, Utility
 from generate.server.errors import RETRY, ApiError
 from generate.server.facts import Facts
@@ -82,6 +93,7 @@ def _replies(service: Service) -> list[BaseRoute]:
         **{f"{prefix}/completions": completions.parse for prefix in PREFIXES},
         **{f"{prefix}/responses": partial(responses.parse, service.store) for prefix in PREFIXES},
         "/v1/messages": messages.parse,
+        "/completion": llama_cpp.parse,
         "/infill": infill.parse,
         "/api/chat": ollama.parse_chat,
         "/api/generate": ollama.parse_generate,
@@ -126,6 +138,8 @@ def _ollama(service: Service) -> list[BaseRoute]:
 def _stored(service: Service) -> list[BaseRoute]:
     def stored(request: Request) -> dict[str, Any]:
         id = request.path_params["id"]
+        if request.query_params.get("stream") == "true":
+            raise ApiError(400, "stream is true; a stored response is sent whole", param="stream")
         if request.method != "DELETE":
             return service.store.get(id).body
         service.store.delete(id)

@@ -4,9 +4,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.pieces import Logprob, Stats
+from common.pieces import Stats
 from common.rules import number, whole
-from generate.server.constraints import budget_of, grammar_of, openai_choice, openai_format
+from generate.server.constraints import budget_of, ending_of, form_of, grammar_of, openai_choice, openai_format
 from generate.server.conversation import MOST_TOOLS, Message, arrange, messages_of, reply_begun, tools_of
 from generate.server.custom_tools import input_of
 from generate.server.errors import ApiError, envelope
@@ -17,6 +17,7 @@ from generate.server.events import (
     Event,
     Failed,
     Finish,
+    Prompt,
     Reasoning,
     Text,
     Usage,
@@ -31,16 +32,7 @@ from generate.server.wire import Frame, Parsed, chat_logprobs, new_id, now, open
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
-EMPTY: tuple[Any, ...] = ("", [], {})
-OTHER_GRAMMARS = {  # of llama.cpp and vLLM, and the values that request nothing
-    "grammar": EMPTY,
-    "json_schema": EMPTY,
-    "guided_json": ("", []),  # {} asks for any JSON
-    "guided_regex": EMPTY,
-    "guided_choice": EMPTY,
-    "guided_grammar": EMPTY,
-    "structured_outputs": EMPTY,
-}
+NEVER = -1e9  # bias of a token that must not come
 
 
 @dataclass(frozen=True)
@@ -48,6 +40,7 @@ class Head:
     """Fields that all chunks of a reply share.
 
     custom  names of the tools whose calls are free text
+    ids     token ids are sent
     """
 
     id: str
@@ -57,6 +50,7 @@ class Head:
     logprobs: bool
     choices: int
     custom: Collection[str]
+    ids: bool
 
 
 def parse(fields: Fields, facts: Facts) -> Parsed:
@@ -81,7 +75,8 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     stream = fields.flag("stream", False)
     streaming = fields.object("stream_options")
     n = fields.take("n", whole(1, MOST_CHOICES), 1)
-    grammar = grammar_of(facts, tools, choice, openai_format(fields.object("response_format"), nested=True), several)
+    form = form_of(fields, openai_format(fields.object("response_format"), nested=True))
+    grammar = grammar_of(facts, tools, choice, form, several)
     task = Task(
         prompts=[_conversation(fields, facts, rendering, grammar is not None)],
         options=options,
@@ -90,9 +85,11 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
         first_call_only=not several,
         grammar=grammar,
         budget=_budget(fields, effort),
+        ending=ending_of(fields, facts, grammar),
+        ids=fields.flag("return_token_ids", False),
     )
     usage = bool(streaming and streaming.flag("include_usage", False))
-    head = Head(new_id("chatcmpl-"), now(), facts, usage, logprobs, n, custom_names(fields))
+    head = Head(new_id("chatcmpl-"), now(), facts, usage, logprobs, n, custom_names(fields), task.ids)
     return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies))
 
 
@@ -126,7 +123,9 @@ def _budget(fields: Fields, effort: str | None) -> int | None:
 
 
 def bias(fields: Fields, facts: Facts) -> dict[str, Any]:
-    """Return the `logit_bias` of a request: token ids, as text, to numbers from -100 to 100."""
+    """Return the `logit_bias` of a request: token ids, as text, to numbers from -100 to 100; or llama.cpp's list."""
+    if isinstance(fields.values.get("logit_bias"), list):
+        return _paired_bias(fields.values["logit_bias"], facts)
     given = fields.object("logit_bias")
     if given is None or not given.values:
         return {}
@@ -143,16 +142,24 @@ def bias(fields: Fields, facts: Facts) -> dict[str, Any]:
     return {"logit_bias": found}
 
 
-def refuse_grammars(fields: Fields) -> None:
-    """Refuse the names by which other servers constrain a reply."""
-    for key, neutral in OTHER_GRAMMARS.items():
-        if fields.has(key) and fields.values[key] not in neutral:
-            raise fields.refuse(key, "it is not supported; response_format of Chat Completions takes a JSON schema")
+def _paired_bias(pairs: list[Any], facts: Facts) -> dict[str, Any]:
+    """Return the bias of pairs of a token id or text and a number; the number false forbids the tokens."""
+    found: dict[int, float] = {}
+    for at, pair in enumerate(pairs):
+        match pair:
+            case [str(text), False | int() | float() as value]:
+                ids = facts.tokenizer.encode_plain(text)
+            case [int(id), False | int() | float() as value] if 0 <= id < facts.vocab:
+                ids = [id]
+            case _:
+                what = f"a token id below {facts.vocab} or text, and a number or false"
+                raise ApiError(400, f"logit_bias[{at}] is {pair!r:.80}; it must be {what}", param="logit_bias")
+        found |= dict.fromkeys(ids, NEVER if value is False else float(value))
+    return {"logit_bias": found} if found else {}
 
 
 def _refuse_unsupported(fields: Fields) -> None:
     """Refuse fields that must not be ignored."""
-    refuse_grammars(fields)
     if fields.has("modalities") and fields.values["modalities"] != ["text"]:
         raise fields.refuse("modalities", "only text is supported")
     if fields.has("audio"):
@@ -184,9 +191,19 @@ class Writer:
             "model": head.facts.name,
         }
 
-    def _chunk(self, index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        logprobs: Any = None,
+        ids: Sequence[int] = (),
+        **more: Any,
+    ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return sse(self.base | {"choices": [choice]} | self.none)
+        if self.head.ids:
+            choice["token_ids"] = ids
+        return sse(self.base | {"choices": [choice]} | more | self.none)
 
     def _frame(self, index: int, *keys: str) -> Frame:
         """Return a template of the chunks of choice `index` whose delta has texts under `keys`."""
@@ -198,12 +215,14 @@ class Writer:
             self.frames[index, keys[0]] = Frame(chunk, len(keys))
         return self.frames[index, keys[0]]
 
-    def _texts(self, index: int, text: str, logprobs: Sequence[Logprob], *keys: str) -> bytes:
-        """Write a chunk whose delta has `text` under each of `keys`, with log-probabilities if requested."""
-        if not self.head.logprobs:
-            return self._frame(index, *keys).of(*[text] * len(keys))
-        found = {"content": chat_logprobs(self.head.facts.tokenizer, logprobs), "refusal": None}
-        return self._chunk(index, dict.fromkeys(keys, text), logprobs=found)
+    def _texts(self, index: int, part: Text | Reasoning, *keys: str) -> bytes:
+        """Write a chunk whose delta has a text under each of `keys`, with log-probabilities and ids if requested."""
+        if not (self.head.logprobs or self.head.ids):
+            return self._frame(index, *keys).of(*[part.text] * len(keys))
+        found = None
+        if self.head.logprobs:
+            found = {"content": chat_logprobs(self.head.facts.tokenizer, part.logprobs), "refusal": None}
+        return self._chunk(index, dict.fromkeys(keys, part.text), logprobs=found, ids=part.tokens)
 
     def begin(self, tokens: int) -> Iterator[bytes]:
         for index in range(self.head.choices):
@@ -212,10 +231,12 @@ class Writer:
 
     def push(self, index: int, event: Event) -> Iterator[bytes]:
         match event:
-            case Text(text, logprobs):
-                yield self._texts(index, text, logprobs, "content")
-            case Reasoning(text, logprobs):
-                yield self._texts(index, text, logprobs, "reasoning_content", "reasoning")
+            case Prompt(ids) if index == 0:
+                yield self._chunk(index, {}, prompt_token_ids=ids)
+            case Text():
+                yield self._texts(index, event, "content")
+            case Reasoning():
+                yield self._texts(index, event, "reasoning_content", "reasoning")
             case CallBegin(at, id, name):
                 if name in self.head.custom:
                     self.custom[index, at] = ""
@@ -229,7 +250,7 @@ class Writer:
                 yield self._chunk(index, {"tool_calls": [{"index": at, "custom": {"input": text}}]})
             case Finish(reason, usage):
                 self.usages[index], self.stats = usage, event.stats
-                yield self._chunk(index, {}, reason)
+                yield self._chunk(index, {}, reason, ids=event.tokens)
             case Failed(error):
                 self.failed = True
                 yield sse(envelope(error, "openai", ""))
@@ -264,7 +285,10 @@ def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
         if head.logprobs:
             logprobs = {"content": chat_logprobs(head.facts.tokenizer, reply.logprobs), "refusal": None}
         choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reply.finish.reason})
+        if head.ids:
+            choices[-1]["token_ids"] = reply.tokens
     body = {"id": head.id, "object": "chat.completion", "created": head.created, "model": head.facts.name}
     body |= {"choices": choices, "usage": openai_usage(usage)}
+    body |= {"prompt_token_ids": replies[0].prompt} if head.ids else {}
     stats = replies[-1].finish.stats
     return body | ({"timings": timings(stats, usage)} if stats else {})

@@ -8,9 +8,10 @@ from common.infill import Gap
 from common.pieces import Logprob
 from common.rules import whole
 from common.tokenizer import Tokenizer
-from generate.server.chat import MOST_CHOICES, MOST_LOGPROBS, bias, refuse_grammars
+from generate.server.chat import MOST_CHOICES, MOST_LOGPROBS, bias
+from generate.server.constraints import Choice, ending_of, form_of, grammar_of, openai_format
 from generate.server.errors import ApiError, envelope
-from generate.server.events import Echo, Event, Failed, Finish, Text, Usage, Whole, total
+from generate.server.events import Echo, Event, Failed, Finish, Prompt, Text, Usage, Whole, total
 from generate.server.facts import Facts
 from generate.server.fields import Fields, limit, priority, sampling, stops
 from generate.server.infill import check_fim
@@ -23,7 +24,10 @@ PROMPT_WORDS = "a prompt is text, a list of texts, a list of token ids, or a lis
 
 @dataclass(frozen=True)
 class Head:
-    """Fields that all chunks of a reply share."""
+    """Fields that all chunks of a reply share.
+
+    ids  token ids are sent
+    """
 
     id: str
     created: int
@@ -31,6 +35,7 @@ class Head:
     usage: bool
     logprobs: bool
     n: int
+    ids: bool
 
 
 def parse(fields: Fields, facts: Facts) -> Parsed:
@@ -46,10 +51,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
         options["logprobs"] = logprobs
     if generates:
         options |= limited
-    refuse_grammars(fields)
-    form = fields.object("response_format")
-    if form is not None and form.text("type") != "text":
-        raise fields.refuse("response_format", "Completions write plain text; Chat Completions keep a format")
+    form = form_of(fields, openai_format(fields.object("response_format"), nested=True))
     n, echo = fields.take("n", whole(1, MOST_CHOICES), 1), fields.flag("echo", False)
     if fields.take("best_of", whole(1), n) != n:
         raise fields.refuse("best_of", f"it must be n, which is {n}")
@@ -67,9 +69,20 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
         raise fields.refuse("n", f"prompts and n together ask for more than {MOST_CHOICES} replies")
     streaming = fields.object("stream_options")
     usage = bool(streaming and streaming.flag("include_usage", False))
-    stream = fields.flag("stream", False)
-    task = Task(prompts, options, n, stream, echo=echo, generates=generates, field="prompt")
-    head = Head(new_id("cmpl-"), now(), facts, usage, logprobs is not None, n)
+    stream, grammar = fields.flag("stream", False), grammar_of(facts, (), Choice("none"), form, False)
+    task = Task(
+        prompts,
+        options,
+        n,
+        stream,
+        echo=echo,
+        generates=generates,
+        grammar=grammar,
+        field="prompt",
+        ending=ending_of(fields, facts, grammar),
+        ids=fields.flag("return_token_ids", False),
+    )
+    head = Head(new_id("cmpl-"), now(), facts, usage, logprobs is not None, n, task.ids)
     return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies))
 
 
@@ -157,11 +170,15 @@ class Writer:
         self._frame(0)  # built before the first token
         return iter(())
 
-    def _chunk(self, index: int, text: str, finish: str | None, entries: Sequence[Logprob | int]) -> bytes:
+    def _chunk(
+        self, index: int, text: str, finish: str | None, entries: Sequence[Logprob | int], **ids: Sequence[int]
+    ) -> bytes:
         logprobs = None
         if self.head.logprobs:
             logprobs = self.columns.setdefault(index, Tokens(self.head.facts.tokenizer)).of(entries)
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        if self.head.ids:
+            choice |= {"token_ids": [], **ids}
         return sse(self.base | {"choices": [choice]} | self.none)
 
     def _frame(self, index: int) -> Frame:
@@ -171,13 +188,17 @@ class Writer:
 
     def push(self, index: int, event: Event) -> Iterator[bytes]:
         match event:
+            case Prompt(ids):
+                yield self._chunk(index, "", None, (), prompt_token_ids=ids)
             case Echo():
                 yield self._chunk(index, event.text, None, echoed(event))
-            case Text(text, logprobs):
-                yield self._chunk(index, text, None, logprobs) if self.head.logprobs else self._frame(index).of(text)
+            case Text(text, logprobs, ids) if self.head.logprobs or self.head.ids:
+                yield self._chunk(index, text, None, logprobs, token_ids=ids)
+            case Text(text):
+                yield self._frame(index).of(text)
             case Finish(reason, usage):
                 self.usages[index], self.stats = usage, event.stats
-                yield self._chunk(index, "", reason, [event.end] if event.end else [])
+                yield self._chunk(index, "", reason, [event.end] if event.end else [], token_ids=event.tokens)
             case Failed(error):
                 self.failed = True
                 yield sse(envelope(error, "openai", ""))
@@ -200,6 +221,8 @@ def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
         logprobs = Tokens(head.facts.tokenizer).of(entries) if head.logprobs else None
         text = (reply.echo.text if reply.echo else "") + reply.text
         choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reply.finish.reason})
+        if head.ids:
+            choices[-1] |= {"prompt_token_ids": reply.prompt, "token_ids": reply.tokens}
     body = {"id": head.id, "object": "text_completion", "created": head.created, "model": head.facts.name}
     body |= {"choices": choices, "usage": openai_usage(usage)}
     stats = replies[-1].finish.stats

@@ -1,18 +1,20 @@
-"""Constraints on a reply's form: JSON of a schema, a tool call, or reasoning of bounded length."""
+"""Constraints on a reply's form: JSON of a schema, a grammar, a tool call, or reasoning of bounded length."""
 
-from collections.abc import Collection, Sequence
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from common.call_grammar import call_rules, reply_grammar
 from common.errors import UsageError
-from common.rules import Rule, whole
+from common.rules import Rule, many, texts, whole
 from common.tools import Syntax, schemas, syntax_of
 from generate.server.conversation import MOST_TOOLS
 from generate.server.errors import ApiError
 from generate.server.facts import Facts
 from generate.server.fields import OBJECT, TEXT, Fields
-from generate.server.task import Grammar
+from generate.server.task import Ending, Grammar
 
 ANY_OBJECT = {"type": "object"}
 EFFORT_BUDGETS = {"minimal": 512, "low": 2048}  # tokens of reasoning; higher efforts have no limit
@@ -113,6 +115,68 @@ def openai_format(form: Fields | None, nested: bool = False) -> Form | None:
     return Form(form.take("schema", OBJECT, ANY_OBJECT), form.name("schema")) if kind == "json_object" else None
 
 
+def _json(fields: Fields, key: str) -> Form:
+    """Read a JSON schema, which may be written as text."""
+    given = fields.values[key]
+    if isinstance(given, str):
+        try:
+            fields = Fields({key: json.loads(given)}, fields.where)
+        except ValueError:
+            raise fields.refuse(key, "it must be a JSON schema") from None
+    return Form(fields.need(key, OBJECT), fields.name(key))
+
+
+def _regex(fields: Fields, key: str) -> Grammar:
+    """Read a regular expression that the whole reply must match."""
+    pattern = re.sub(r"\\.|/|\n", lambda at: {"/": r"\/", "\n": r"\n"}.get(at[0], at[0]), fields.need(key, TEXT))
+    return Grammar(f"start: /{pattern}/\n", fields.name(key))
+
+
+def _choices(fields: Fields, key: str) -> Grammar:
+    """Read the texts of which the reply must be one."""
+    if not (found := fields.need(key, CHOICES)):
+        raise fields.refuse(key, f"it must be {CHOICES.words}")
+    return Grammar(f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in found)}\n", fields.name(key))
+
+
+def _language(fields: Fields, key: str) -> Grammar:
+    return Grammar(fields.need(key, TEXT), fields.name(key))
+
+
+CHOICES = texts("a list of texts, each of at least one character")
+EMPTY: tuple[Any, ...] = ("", [], {})
+Read = Callable[[Fields, str], Form | Grammar]
+CONSTRAINTS: dict[str, tuple[Read, tuple[Any, ...]]] = {  # of llama.cpp and vLLM, and the values that request nothing
+    "json_schema": (_json, EMPTY),
+    "grammar": (_language, EMPTY),
+    "guided_json": (_json, ("", [])),  # {} asks for any JSON
+    "guided_regex": (_regex, EMPTY),
+    "guided_choice": (_choices, EMPTY),
+    "guided_grammar": (_language, EMPTY),
+}
+# of vLLM's `structured_outputs`
+STRUCTURED: dict[str, Read] = {"json": _json, "regex": _regex, "choice": _choices, "grammar": _language}
+
+
+def form_of(fields: Fields, form: Form | None) -> Form | Grammar | None:
+    """Return what a reply must follow: `form`, of `response_format`, or what a field of llama.cpp or vLLM asks for."""
+    found: dict[str, Form | Grammar] = {} if form is None else {"response_format": form}
+    found |= {
+        key: read(fields, key)
+        for key, (read, neutral) in CONSTRAINTS.items()
+        if fields.has(key) and fields.values[key] not in neutral
+    }
+    if (structured := fields.object("structured_outputs")) is not None:
+        if structured.has("structural_tag"):
+            raise structured.refuse("structural_tag", f"supported are {', '.join(STRUCTURED)} and json_object")
+        found |= {key: read(structured, key) for key, read in STRUCTURED.items() if structured.has(key)}
+        if structured.flag("json_object", False):
+            found["json_object"] = Form(ANY_OBJECT, structured.name("json_object"))
+    if len(found) > 1:
+        raise ApiError(400, f"{' and '.join(found)} exclude each other; give one of them", param=list(found)[-1])
+    return next(iter(found.values()), None)
+
+
 def ollama_format(fields: Fields) -> Form | None:
     """Return the form that Ollama's `format` asks for by "json" or a schema; None for text."""
     given = fields.values.get("format")
@@ -131,12 +195,18 @@ def call_syntax(facts: Facts) -> Syntax | None:
 
 
 def grammar_of(
-    facts: Facts, tools: Sequence[dict[str, Any]], choice: Choice, form: Form | None, several: bool
+    facts: Facts, tools: Sequence[dict[str, Any]], choice: Choice, form: Form | Grammar | None, several: bool
 ) -> Grammar | None:
     """Return the grammar of a reply: calls that are required, else JSON of `form`, beside which tools may be called.
 
+    A grammar of the whole reply leaves no place for calls, and is refused with tools.
+
     several  a reply may have more than one call
     """
+    if isinstance(form, Grammar):
+        if choice.shown(tools):
+            raise ApiError(400, f"{form.field} does not go with tools; only a JSON schema does", param=form.field)
+        return form
     syntax = call_syntax(facts)
     named = {name: s for name, s in schemas(list(tools)).items() if choice.names is None or name in choice.names}
     try:
@@ -160,3 +230,16 @@ def budget_of(fields: Fields, effort: str | None, *keys: str) -> int | None:
         if (budget := fields.take(key, whole(-1))) is not None:
             return None if budget < 0 else int(budget)
     return EFFORT_BUDGETS.get(effort or "")
+
+
+def ending_of(fields: Fields, facts: Facts, grammar: Grammar | None = None) -> Ending:
+    """Return the tokens that end a reply, by fields of vLLM and llama.cpp.
+
+    grammar  of the reply, whose end is an end token
+    """
+    ids = many(f"a list of token ids below {facts.vocab}", whole(0, facts.vocab - 1))
+    ignores = fields.flag("ignore_eos", False)
+    if ignores and grammar is not None:
+        raise fields.refuse("ignore_eos", f"it does not go with {grammar.field}, by which the reply ends")
+    least, shown = fields.take("min_tokens", whole(0), 0), fields.flag("include_stop_str_in_output", False)
+    return Ending(fields.take("stop_token_ids", ids, ()), ignores, least, shown)

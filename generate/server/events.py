@@ -32,6 +32,13 @@ def total(usages: Mapping[int, Usage], n: int) -> Usage:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """The prompt's token ids, before everything else of a reply to a request for token ids."""
+
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Echo:
     """The prompt, which precedes its reply if requested.
 
@@ -45,14 +52,20 @@ class Echo:
 
 @dataclass(frozen=True)
 class Text:
+    """A part of the text; `tokens` are its ids, if requested."""
+
     text: str
     logprobs: tuple[Logprob, ...] = ()
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Reasoning:
+    """A part of the reasoning; `tokens` are its ids, if requested."""
+
     text: str
     logprobs: tuple[Logprob, ...] = ()
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,6 +95,7 @@ class Finish:
     reason  "stop", "tool_calls" or "length"
     stop    the stop string that ended it
     end     Logprob of the end token, if log-probabilities were requested
+    tokens  the end token, if token ids were requested
     """
 
     reason: str
@@ -89,6 +103,7 @@ class Finish:
     stop: str | None = None
     end: Logprob | None = None
     stats: Stats | None = None
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,7 +113,7 @@ class Failed:
     error: ApiError
 
 
-Event = Echo | Text | Reasoning | CallBegin | CallArguments | CallEnd | Finish | Failed
+Event = Prompt | Echo | Text | Reasoning | CallBegin | CallArguments | CallEnd | Finish | Failed
 
 
 class Events:
@@ -107,12 +122,23 @@ class Events:
     first_call_only  a reply ends with its first call
     limits           end a reply by its lines; None: nothing does
     whole_calls      a call whose arguments are no JSON, because the reply ends in it, is left out
+    ids              events have their token ids
+    shows_stop       the text has the stop string that ends it
     """
 
-    def __init__(self, first_call_only: bool = False, limits: LineLimits | None = None, whole_calls: bool = False):
-        self._first_call_only, self._limits, self._whole_calls = first_call_only, limits, whole_calls
+    def __init__(
+        self,
+        first_call_only: bool = False,
+        limits: LineLimits | None = None,
+        whole_calls: bool = False,
+        ids: bool = False,
+        shows_stop: bool = False,
+    ):
+        self._first_call_only, self._limits, self._whole_calls, self._ids = first_call_only, limits, whole_calls, ids
+        self._shows_stop = shows_stop
         self._thought = 0
         self._held: list[Logprob] = []
+        self._held_ids: list[int] = []
         self._ended: str | None = None  # why the rest of the reply is not read, except its figures
 
     @property
@@ -124,6 +150,8 @@ class Events:
         """Yield the events of `piece`."""
         self._thought += piece.thought
         self._held += piece.logprobs[piece.thought :]
+        if self._ids:
+            self._held_ids += piece.tokens[piece.thought :]
         if not self.is_over:
             yield from self._content(piece)
         if piece.finish_reason:
@@ -133,19 +161,22 @@ class Events:
                 yield Failed(ApiError(503, "the server ended this reply, because it shuts down", retry=5))
                 return
             reason = self._ended or piece.finish_reason
-            yield Finish(reason, usage_of(stats, self._thought), piece.stop, piece.end, stats)
+            ids = (piece.end_token,) if self._ids and piece.end_token is not None else ()
+            yield Finish(reason, usage_of(stats, self._thought), piece.stop, piece.end, stats, ids)
 
     def _content(self, piece: Piece) -> Iterator[Event]:
         reasoned = tuple(piece.logprobs[: piece.thought])
-        if piece.reasoning or reasoned:
-            yield Reasoning(piece.reasoning, reasoned)
-        text = piece.text
+        thoughts = tuple(piece.tokens[: piece.thought]) if self._ids else ()
+        if piece.reasoning or reasoned or thoughts:
+            yield Reasoning(piece.reasoning, reasoned, thoughts)
+        text = piece.text + (piece.stop or "" if self._shows_stop else "")
         if self._limits is not None:
             text = self._limits.push(text)
             self._ended = "length" if self._limits.is_over else None
-        if text or (piece.finish_reason and self._held):
+        if text or (piece.finish_reason and (self._held or self._held_ids)):
             logprobs, self._held = tuple(self._held), []
-            yield Text(text, logprobs)
+            ids, self._held_ids = tuple(self._held_ids), []
+            yield Text(text, logprobs, ids)
         for call in piece.tool_calls:
             if self._whole_calls and not _is_json(call["function"]["arguments"]):
                 continue
@@ -199,9 +230,12 @@ class Stretch:
 class Whole:
     """All of a reply.
 
-    parts  in the order in which they were written
+    prompt, tokens  their ids, if requested
+    parts           in the order in which they were written
     """
 
+    prompt: Sequence[int] = ()
+    tokens: list[int] = field(default_factory=list)
     echo: Echo | None = None
     parts: list[Stretch | Call] = field(default_factory=list)
     finish: Finish = field(default_factory=lambda: Finish("stop", Usage()))
@@ -236,17 +270,22 @@ class Whole:
     def add(self, event: Event) -> None:
         """Add an event; raises the error of one that failed."""
         match event:
+            case Prompt(ids):
+                self.prompt = ids
             case Echo():
                 self.echo = event
-            case Text(text, logprobs):
+            case Text(text, logprobs, ids):
                 self._grow("text", text, logprobs)
-            case Reasoning(text, logprobs):
+                self.tokens += ids
+            case Reasoning(text, logprobs, ids):
                 self._grow("reasoning", text, logprobs)
+                self.tokens += ids
             case CallBegin(_, id, name):
                 self.parts.append(Call(id, name))
             case CallArguments(_, text):
                 self.calls[-1].arguments += text
             case Finish():
                 self.finish = event
+                self.tokens += event.tokens
             case Failed(error):
                 raise error

@@ -101,7 +101,6 @@ MISSING = {  # the last parts of routes of other servers
     **dict.fromkeys(("copy", "create", "delete", "push"), "one model is served, which requests do not change"),
     "batches": "python -m generate batch answers a file of OpenAI requests",
     "files": "files are not stored",
-    "completion": "use /v1/completions",
 }
 
 

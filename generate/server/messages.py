@@ -8,7 +8,7 @@ from typing import Any
 from common.amounts import counted
 from common.rules import Rule, one_of, whole
 from generate.server.client_tools import tool_of
-from generate.server.constraints import anthropic_choice, budget_of, grammar_of, openai_format
+from generate.server.constraints import anthropic_choice, budget_of, ending_of, grammar_of, openai_format
 from generate.server.conversation import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, Message, arrange, reply_begun
 from generate.server.errors import ApiError, envelope
 from generate.server.events import (
@@ -91,6 +91,7 @@ def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
         first_call_only=not several,
         grammar=grammar,
         budget=budget,
+        ending=ending_of(fields, facts, grammar),
         whole_calls=True,
     )
     return task, thoughts
@@ -188,14 +189,29 @@ def _result(block: Fields) -> str:
 
 
 def _text(block: Fields) -> str:
-    """Return the text of a block; a document may hold plain text."""
-    if block.need("type", TEXT) == "document" and (source := block.object("source")):
-        if source.text("type") == "text":
-            return str(source.need("data", TEXT))
-        raise source.refuse("type", "only documents of plain text are supported")
-    if block.values["type"] != "text":
+    """Return the text of a block; a document or a search result may hold plain text."""
+    kind = block.need("type", TEXT)
+    if kind == "document" and (source := block.object("source")):
+        return "\n".join(filter(None, [block.text("title"), block.text("context"), _document(source)]))
+    if kind == "search_result":
+        texts = [_text(part) for part in block.objects("content", MOST_PARTS)]
+        return "\n".join([block.need("title", TEXT), block.need("source", TEXT), *texts])
+    if kind != "text":
         raise block.refuse("type", "only text is supported")
     return str(block.need("text", TEXT))
+
+
+def _document(source: Fields) -> str:
+    """Return the text of a document's source."""
+    kind = source.text("type")
+    if kind == "text":
+        return str(source.need("data", TEXT))
+    if kind != "content":
+        raise source.refuse("type", "only documents of plain text are supported")
+    content = source.values.get("content")
+    if isinstance(content, str):
+        return content
+    return "\n".join(_text(part) for part in source.objects("content", MOST_PARTS, TEXT_OR_LIST))
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

@@ -13,14 +13,25 @@ from starlette.responses import Response
 
 from common.infill import Gap
 from common.pieces import Logprob
-from common.rules import FINITE, Rule, whole
+from common.rules import FINITE, Rule, many, whole
 from generate import __version__
 from generate.server.body import read_json
 from generate.server.chat import MOST_LOGPROBS
-from generate.server.constraints import Choice, grammar_of, ollama_format
+from generate.server.constraints import Choice, ending_of, grammar_of, ollama_format
 from generate.server.conversation import MOST_MESSAGES, Message, arrange, calls_of, reply_begun, tools_of
 from generate.server.errors import envelope
-from generate.server.events import CallArguments, CallBegin, CallEnd, Event, Failed, Finish, Reasoning, Text, Whole
+from generate.server.events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Event,
+    Failed,
+    Finish,
+    Prompt,
+    Reasoning,
+    Text,
+    Whole,
+)
 from generate.server.facts import Facts
 from generate.server.fields import TEXT, Fields, limit, sampling, stops
 from generate.server.infill import check_fim
@@ -53,6 +64,7 @@ class Head:
     chat      the reply is a message; else it is a text
     logprobs  log-probabilities are sent
     kept      the client requests that the model stays loaded
+    ids       the answer has the token ids of prompt and reply, which the next request may send back as its context
     """
 
     model: str
@@ -60,6 +72,7 @@ class Head:
     logprobs: bool
     kept: bool
     facts: Facts
+    ids: bool
 
 
 def parse_chat(fields: Fields, facts: Facts) -> Parsed:
@@ -68,7 +81,7 @@ def parse_chat(fields: Fields, facts: Facts) -> Parsed:
     rendering = _rendering(fields, facts)
     if tools := tools_of(fields, ["function"]):
         rendering["tools"] = tools
-    head = _head(fields, facts, True)
+    head = _head(fields, facts, chat=True, ids=False)
     if not messages:
         return _parsed(fields, facts, head, None)
     kept, begun = reply_begun(messages)
@@ -79,28 +92,35 @@ def parse_chat(fields: Fields, facts: Facts) -> Parsed:
 
 def parse_generate(fields: Fields, facts: Facts) -> Parsed:
     """Read a request of /api/generate; raises ApiError."""
-    for key in ("template", "images", "context"):
+    for key in ("template", "images"):
         if fields.values.get(key):
             raise fields.refuse(key, "it is not supported")
     prompt, system = fields.text("prompt", ""), fields.text("system", "")
-    head = _head(fields, facts, False)
-    if suffix := fields.text("suffix"):
+    raw, suffix = fields.flag("raw", False), fields.text("suffix")
+    before = fields.take(
+        "context", many(f"token ids of an earlier answer, below {facts.vocab}", whole(0, facts.vocab - 1)), ()
+    )
+    if before and (raw or suffix):
+        raise fields.refuse("context", f"it does not go with {'raw' if raw else 'suffix'}")
+    head = _head(fields, facts, chat=False, ids=not (raw or suffix))
+    if suffix:
         check_fim(facts.tokenizer, 400, "suffix")
         if system:
             raise fields.refuse("system", "it does not go with suffix, with which the prompt has no messages")
         return _parsed(fields, facts, head, Gap(prompt, suffix))
     if not prompt:
         return _parsed(fields, facts, head, None)
-    if fields.flag("raw", False) or not facts.template:
-        return _parsed(fields, facts, head, f"{system}{prompt}")
+    if raw or not facts.template:
+        text = f"{system}{prompt}"
+        return _parsed(fields, facts, head, [*before, *facts.tokenizer.encode(text, False)] if before else text)
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
-    return _parsed(fields, facts, head, Chat(arrange(messages, facts), _rendering(fields, facts)))
+    return _parsed(fields, facts, head, Chat(arrange(messages, facts), _rendering(fields, facts), before=before))
 
 
-def _head(fields: Fields, facts: Facts, chat: bool) -> Head:
+def _head(fields: Fields, facts: Facts, chat: bool, ids: bool) -> Head:
     model = str(fields.text("model") or fields.text("name") or "")
-    return Head(model, chat, fields.flag("logprobs", False), fields.take("keep_alive", KEEP_ALIVE, True), facts)
+    return Head(model, chat, fields.flag("logprobs", False), fields.take("keep_alive", KEEP_ALIVE, True), facts, ids)
 
 
 def _message(fields: Fields) -> Message:
@@ -127,7 +147,7 @@ def _rendering(fields: Fields, facts: Facts) -> dict[str, Any]:
     return switch_options(fields.flag("think"), facts)
 
 
-def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | Gap | str | None) -> Parsed:
+def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | Gap | str | list[int] | None) -> Parsed:
     """Read a request's options; a request without a prompt only loads or unloads the model."""
     given = fields.object("options") or Fields({})
     if isinstance(seed := given.values.get("seed"), int) and seed < 0:
@@ -140,11 +160,14 @@ def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | Gap | str |
     if head.logprobs:
         options["logprobs"] = top
     tools = prompt.options.get("tools", ()) if isinstance(prompt, Chat) else ()
+    grammar = grammar_of(facts, tools, Choice("auto"), ollama_format(fields), True)
     task = Task(
         [] if prompt is None else [prompt],
         options,
         stream=fields.flag("stream", True),
-        grammar=grammar_of(facts, tools, Choice("auto"), ollama_format(fields), True),
+        grammar=grammar,
+        ending=ending_of(given, facts, grammar),
+        ids=head.ids,
         whole_calls=True,
     )
     return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies), MEDIA)
@@ -200,6 +223,7 @@ class Writer:
     def __init__(self, head: Head):
         self.head, self.failed = head, False
         self.finish: Finish | None = None
+        self.ids: list[int] = []
         self.call = CallBegin(0, "", "")
         self.arguments = ""
         self.frame = Frame(lambda created, text: self._line(False, created=created, **part(head, text)), 2)
@@ -212,12 +236,14 @@ class Writer:
         return iter(())
 
     def push(self, index: int, event: Event) -> Iterator[bytes]:
+        if isinstance(event, Prompt | Text | Reasoning | Finish):
+            self.ids += event.tokens
         match event:
             case Text(text, logprobs) if logprobs:
                 yield self._line(False, **part(self.head, text), **scores(self.head, logprobs))
-            case Text(text):
+            case Text(text) if text:
                 yield self.frame.of(moment(), text)
-            case Reasoning(text, logprobs):
+            case Reasoning(text, logprobs) if text or logprobs:
                 yield self._line(False, **part(self.head, "", text), **scores(self.head, logprobs))
             case CallBegin():
                 self.call, self.arguments = event, ""
@@ -234,7 +260,8 @@ class Writer:
 
     def end(self) -> Iterator[bytes]:
         if not self.failed:
-            yield self._line(True, **part(self.head, ""), **figures(self.head, self.finish))
+            context = {"context": self.ids} if self.ids else {}
+            yield self._line(True, **part(self.head, ""), **context, **figures(self.head, self.finish))
 
     def _line(self, done: bool, **values: Any) -> bytes:
         return dumps(line(self.head, done, **values)) + b"\n"
@@ -247,6 +274,7 @@ def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
     reply = replies[0]
     calls = [call_object(at, call.name, call.arguments) for at, call in enumerate(reply.calls)]
     shown = part(head, reply.text, reply.reasoning, calls) | scores(head, reply.logprobs)
+    shown |= {"context": [*reply.prompt, *reply.tokens]} if head.ids else {}
     return line(head, True, **shown, **figures(head, reply.finish))
 
 
@@ -297,6 +325,7 @@ def show(facts: Facts) -> dict[str, Any]:
     capabilities += [] if facts.tokenizer.fim.missing else ["insert"]
     info = {
         "general.architecture": facts.architecture,
+        "general.basename": facts.name,
         "general.parameter_count": facts.parameters,
         f"{facts.architecture}.context_length": facts.context,
         f"{facts.architecture}.vocab_size": facts.vocab,

@@ -7,7 +7,7 @@ from typing import Any
 
 from common.rules import whole
 from generate.server.chat import MOST_LOGPROBS
-from generate.server.constraints import budget_of, grammar_of, openai_choice, openai_format
+from generate.server.constraints import budget_of, ending_of, grammar_of, openai_choice, openai_format
 from generate.server.conversation import Message, arrange
 from generate.server.custom_tools import arguments_object, input_of
 from generate.server.errors import ApiError
@@ -100,14 +100,17 @@ def parse(store: Store, fields: Fields, facts: Facts) -> Parsed:
         messages = [*previous_messages(store, previous), *messages]
     instructions = fields.text("instructions")
     leading = [{"role": "system", "content": instructions}] if instructions else []
+    form = openai_format(text.object("format") if text else None)
+    grammar = grammar_of(facts, tools, choice, form, several)
     task = Task(
         [Chat(arrange([*leading, *messages], facts), rendering)],
         options,
         stream=fields.flag("stream", False),
         first_call_only=not several,
-        grammar=grammar_of(facts, tools, choice, openai_format(text.object("format") if text else None), several),
+        grammar=grammar,
         budget=budget_of(reasoning, reasoning.text("effort"), "max_tokens"),
         field="input",
+        ending=ending_of(fields, facts, grammar),
     )
     fields.take("metadata", OBJECT)
     keeps = fields.flag("store", True)

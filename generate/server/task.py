@@ -3,20 +3,21 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from common.call_grammar import REPLY
 from common.checks import check_fits
 from common.errors import PromptTooLongError, UsageError
+from common.gbnf import lark_of
 from common.grammar import SchemaError
-from common.guide import AfterReasoning, Guide
+from common.guide import AfterReasoning, AtLeast, Guide
 from common.infill import Gap
 from common.reply import END_THINK, THINK
 from generate.llm import LLM, Prepared
 from generate.server.errors import ApiError, failure, too_long
-from generate.server.events import Echo, Event, Events, Failed, Finish, Usage, Whole
+from generate.server.events import Echo, Event, Events, Failed, Finish, Prompt, Usage, Whole
 from generate.server.facts import Facts
 from generate.server.line_limits import LineLimits
 
@@ -30,22 +31,45 @@ class Chat:
 
     options  of rendering: tools, think, template
     begun    text with which the reply has begun; it goes on from there
+    before   token ids of an earlier conversation, which precede it
     """
 
     messages: Sequence[Mapping[str, Any]]
     options: Mapping[str, Any] = field(default_factory=dict)
     begun: str = ""
+    before: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """A grammar that a reply must follow, in llguidance's Lark dialect.
+    """A grammar that a reply must follow, in a language of `lark_of`.
 
     field  of the request, which holds the schema of the reply, or the tools whose calls alone are allowed
     """
 
     text: str
     field: str
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Rules by which a reply ends, beside its limit.
+
+    stops    token ids that end it, beside those of the tokenizer
+    ignores  those of the tokenizer do not end it
+    least    tokens of the reply before which none of them may come
+    shown    a stop string that ends the reply is part of its text
+    """
+
+    stops: Sequence[int] = ()
+    ignores: bool = False
+    least: int = 0
+    shown: bool = False
+
+    def ends(self, llm: LLM, prompt: Prepared) -> frozenset[int]:
+        """Return the tokens that end a reply to `prompt`."""
+        usual = llm.tokenizer.end_ids if prompt.ends is None else prompt.ends
+        return frozenset(self.stops) | (frozenset() if self.ignores else usual)
 
 
 @dataclass(frozen=True)
@@ -62,6 +86,8 @@ class Task:
     grammar          the grammar of the reply after its reasoning
     budget           most tokens of the reasoning
     limits           makes what ends one reply by its lines; None: nothing does
+    ending           how a reply ends, beside its limit
+    ids              the answer has the token ids of prompt and reply
     whole_calls      calls that the end of the reply cuts are left out: their arguments are no JSON
     """
 
@@ -76,6 +102,8 @@ class Task:
     budget: int | None = None
     field: str = "messages"
     limits: Callable[[], LineLimits] | None = None
+    ending: Ending = Ending()
+    ids: bool = False
     whole_calls: bool = False
 
 
@@ -101,13 +129,15 @@ def prepare(llm: LLM, facts: Facts, task: Task) -> list[Ready]:
         if any(isinstance(prompt, Chat) for prompt in task.prompts):  # whose options may be invalid
             raise
         raise ApiError(400, str(error), param=task.field) from None
+    if task.ending != Ending():
+        prompts = [replace(prompt, ends=task.ending.ends(llm, prompt)) for prompt in prompts]
     return [Ready(prompt, _guide(facts, task, prompt, inner)) for prompt in prompts]
 
 
 def compiled(facts: Facts, grammar: Grammar) -> Callable[[], Guide]:
     """Compile a grammar; raises ApiError with the invalid field."""
     try:
-        return facts.grammars.guide(grammar.text)
+        return facts.grammars.guide(lark_of(grammar.text))
     except SchemaError as error:
         raise ApiError(400, str(error), param=grammar.field if error.owner == REPLY else "tools") from None
     except UsageError as error:
@@ -136,8 +166,12 @@ def rendered(llm: LLM, task: Task) -> list[Prepared]:
 
 
 def _chat(llm: LLM, prompt: Chat, field: str) -> Prepared:
-    """Render and encode a conversation, and the text with which its reply has begun."""
+    """Render and encode a conversation, what precedes it, and the text with which its reply has begun."""
     ready = llm.prepare_chat(prompt.messages, **prompt.options)
+    if prompt.before:
+        at = ready.tokens[:1] == [llm.tokenizer.bos_id]
+        ready = Prepared([*prompt.before, *ready.tokens[at:]], ready.parser)
+        check_fits(len(ready.tokens), llm.context, llm.trained_context)
     if not prompt.begun:
         return ready
     assert ready.parser is not None
@@ -150,7 +184,18 @@ def _chat(llm: LLM, prompt: Chat, field: str) -> Prepared:
 
 
 def _guide(facts: Facts, task: Task, prompt: Prepared, inner: Callable[[], Guide] | None) -> Callable[[], Guide] | None:
-    """Make the guide of replies to one prompt; reasoning before a reply is unrestricted, but bounded."""
+    """Make the guide of replies to one prompt, with their reasoning and the tokens before which they may not end."""
+    guide = _after_reasoning(facts, task, prompt, inner)
+    if not task.ending.least:
+        return guide
+    ends = facts.tokenizer.end_ids if prompt.ends is None else prompt.ends
+    return lambda: AtLeast(task.ending.least, ends, facts.vocab, guide and guide())
+
+
+def _after_reasoning(
+    facts: Facts, task: Task, prompt: Prepared, inner: Callable[[], Guide] | None
+) -> Callable[[], Guide] | None:
+    """Make the guide of replies after their reasoning, which is unrestricted, but bounded."""
     is_open = prompt.parser is not None and prompt.parser().in_reasoning
     if task.budget is None and not is_open:
         return inner
@@ -201,17 +246,24 @@ async def reply_events(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncG
         options["spec"] = "off"
     if index % task.n and options.get("seed") is not None:
         options["seed"] = (options["seed"] + index % task.n) % 2**64
+    opening: list[Event] = [Prompt(prompt.tokens)] if task.ids else []  # sent once the reply begins: it may be refused
     try:
         if task.echo:
-            yield index, await echo(llm, task, prompt, index // task.n)
-        if not task.generates:
+            opening.append(await echo(llm, task, prompt, index // task.n))
+            for event in opening:
+                yield index, event
+            opening = []
+        if not task.generates:  # but echoes
             yield index, Finish("length", Usage(len(prompt.tokens)))
             return
-        made = Events(task.first_call_only, task.limits and task.limits(), task.whole_calls)
+        made = Events(
+            task.first_call_only, task.limits and task.limits(), task.whole_calls, task.ids, task.ending.shown
+        )
         async with llm.astream_prepared(prompt, **options) as stream:
             async for piece in stream:
-                for event in made.of(piece):
+                for event in (*opening, *made.of(piece)):
                     yield index, event
+                opening = []
                 if made.is_over:
                     stream.cancel()
     except Exception as error:

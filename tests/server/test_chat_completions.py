@@ -306,19 +306,25 @@ def test_whole_numbers_may_be_written_as_floats(scripted):
         ({"n": 0}, "n"),
         ({"xtc_probability": 0.5}, "xtc_probability"),
         ({"dry_multiplier": 0.8}, "dry_multiplier"),
-        ({"ignore_eos": True}, "ignore_eos"),
-        ({"min_tokens": 5}, "min_tokens"),
         ({"mirostat": 2}, "mirostat"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"stop_token_ids": [2]}, "stop_token_ids"),
         ({"allowed_token_ids": [2]}, "allowed_token_ids"),
         ({"bad_words": ["no"]}, "bad_words"),
         ({"logits_processors": ["a"]}, "logits_processors"),
-        ({"guided_json": {}}, "guided_json"),
-        ({"grammar": "root ::= 'a'"}, "grammar"),
-        ({"json_schema": {"type": "object"}}, "json_schema"),
-        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"truncate_prompt_tokens": 10}, "truncate_prompt_tokens"),
+        ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"documents": [{"text": "a"}]}, "documents"),
         ({"structured_outputs": False}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": {}, "response_format": {"type": "json_object"}}, "guided_json"),
+        ({"ignore_eos": 2}, "ignore_eos"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"stop_token_ids": [-2]}, "stop_token_ids"),
+        ({"stop_token_ids": [10**9]}, "stop_token_ids"),
         ({"stop": [""]}, "stop"),
         ({"stop": ["a"] * 65}, "stop"),
         ({"top_logprobs": 3}, "top_logprobs"),
@@ -373,6 +379,7 @@ def test_what_asks_for_nothing_is_ignored(scripted, stream):
     """Fields of other servers, at values by which they do nothing, and fields that nobody knows."""
     neutral = {"xtc_probability": 0, "dry_multiplier": 0.0, "ignore_eos": False, "typical_p": 1.0, "top_n_sigma": -1}
     unknown = {"verbosity": "low", "safety_identifier": "a", "prediction": {"type": "content"}, "service_tier": "auto"}
+    neutral |= {"prompt_logprobs": None, "return_tokens_as_token_ids": False, "chat_template": None, "documents": []}
     neutral |= {"functions": [], "function_call": "auto"}
     neutral |= {"use_beam_search": False, "stop_token_ids": [], "allowed_token_ids": None, "bad_words": []}
     grammars = {"grammar": "", "json_schema": {}, "guided_json": "", "guided_regex": "", "guided_choice": []}

@@ -1,6 +1,7 @@
 """Constrained replies through every dialect, over a model with random weights: they parse, whatever it would write."""
 
 import json
+import re
 import threading
 from collections import Counter
 
@@ -131,6 +132,73 @@ def test_calls_of_the_allowed_tools(nonsense):
     chosen = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "one"}]}
     fields = {"input": "Hello?", "tools": flat, "tool_choice": chosen, **SAMPLING}
     assert {item["name"] for item in nonsense.post("/v1/responses", json=fields).json()["output"]} == {"one"}
+
+
+PATTERNS = {  # what a reply must match, by the fields of llama.cpp and vLLM that request it
+    r"ja|nein/é": [
+        {"guided_choice": ["ja", "nein/é"]},
+        {"structured_outputs": {"choice": ["ja", "nein/é"]}},
+        {"grammar": 'root ::= yes | "nein/\\u00e9" # "no"\nyes ::= "ja"'},
+        {"guided_grammar": 'start: "ja" | "nein/é"'},
+        {"guided_grammar": 'root ::= start\nstart ::= "ja" | "nein/é"'},
+        {"structured_outputs": {"grammar": 'root ::= "ja" | "nein" [/] [é]'}},
+    ],
+    r"[a-c]{2}/\d\n": [
+        {"guided_regex": r"[a-c]{2}/\d\n"},
+        {"structured_outputs": {"regex": "[a-c]{2}\\/\\d\n"}},
+        {"grammar": 'root ::= [\\x61-c]{2} "/" [0-9] "\\n"'},
+    ],
+}
+JSON_FIELDS = [
+    {"json_schema": SCHEMA},
+    {"guided_json": SCHEMA},
+    {"guided_json": json.dumps(SCHEMA)},
+    {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_fields_of_llama_cpp_and_vllm(nonsense, path):
+    def text(fields):
+        asked = {"messages": USER, "prompt": "Hello?", "max_tokens": 1500, **SAMPLING, **fields}
+        response = nonsense.post(f"/v1/{path}", json=asked)
+        assert response.status_code == 200, response.text
+        choice = response.json()["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        return choice["message"]["content"] if "message" in choice else choice["text"]
+
+    for pattern, requests in PATTERNS.items():
+        for fields in requests:
+            assert re.fullmatch(pattern, text(fields)), fields
+    assert all(follows(text(fields)) for fields in JSON_FIELDS)
+    assert follows(text({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}))
+    assert isinstance(json.loads(text({"structured_outputs": {"json_object": True}})), dict)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"grammar": "root ::= other"}, "the grammar is refused: Rule 'other' not found"),
+        ({"grammar": 'root ::= "a'}, "the grammar has '\"a', which is not closed"),
+        ({"grammar": "root ::= " + "[" * 60000}, "which is not closed"),  # read in linear time
+        ({"grammar": "root ::= )"}, "the grammar is neither GBNF nor Lark: Expected name at line 1"),
+        ({"grammar": "root ::= " + "(" * 60 + '"a"' + ")" * 60}, "groups inside each other to more than 50 levels"),
+        ({"grammar": " " * (1 << 16) + "r"}, "the grammar has 65537 characters; at most 65536 are read"),
+        ({"guided_regex": "(?=a)b"}, "look-around, including look-ahead and look-behind, is not supported"),
+        ({"guided_choice": ["a"], "grammar": 'root ::= "a"'}, "grammar and guided_choice exclude each other"),
+        ({"guided_choice": ["a"], "tools": OPENAI}, "guided_choice does not go with tools; only a JSON schema does"),
+        ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos is True; it does not go with guided_choice"),
+        (
+            {"structured_outputs": {"structural_tag": "{}"}},
+            "supported are json, regex, choice, grammar",
+        ),
+    ],
+)
+def test_constraints_that_cannot_be_kept(nonsense, fields, words):
+    error = nonsense.post("/v1/chat/completions", json={"messages": USER, **fields})
+    assert error.status_code == 400
+    assert words in error.json()["error"]["message"]
+    assert error.json()["error"]["param"]
 
 
 def test_a_schema_leaves_room_for_calls(nonsense):

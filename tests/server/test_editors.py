@@ -16,8 +16,8 @@ from common.options import Sampling
 from common.sampling import draw_weights
 from generate.server import line_limits
 from generate.server.fields import Fields
-from generate.server.infill import chosen
 from generate.server.line_limits import LineLimits
+from generate.server.llama_cpp import chosen
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "fim_golden.json").read_text())
 CONTEXT, LIMIT = 4096, 128  # as in make_fim_golden.py
@@ -208,7 +208,8 @@ def test_samplers_leave_out_the_options_of_others(editor):
         ({"n_indent": -1}, "n_indent"),
         ({"n_cmpl": 0}, "n_cmpl"),
         ({"lora": [{"id": 0, "scale": 0.5}]}, "lora"),
-        ({"n_probs": 3}, "n_probs"),
+        ({"n_probs": -1}, "n_probs"),
+        ({"n_probs": 3, "post_sampling_probs": True}, "post_sampling_probs"),
         ({"xtc_probability": 0.5}, "xtc_probability"),
         ({"response_fields": "content"}, "response_fields"),
     ],

@@ -257,7 +257,6 @@ def test_unknown_routes_and_methods(scripted):
     ("path", "why"),
     [
         ("/v1/rerank", "reranking is not supported"),
-        ("/completion", "use /v1/completions"),
         ("/api/copy", "one model is served, which requests do not change"),
         ("/v1/batches", "python -m generate batch answers a file of OpenAI requests"),
         ("/v1//chat/completions", "it is written /v1/chat/completions"),

@@ -113,6 +113,35 @@ def test_two_turns_of_claude_code_begin_with_the_same_prompt(scripted):
     assert "<|im_start|>tool\n3<|im_end|>\n<|im_start|>user\nGo<|im_end|>" in second
 
 
+def test_documents_and_search_results_are_text(scripted):
+    """Search results were refused, and a document's title and context left out."""
+    parts = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
+    found = {"type": "search_result", "source": "https://a.example", "title": "A", "content": parts}
+    asked = [
+        {"type": "document", "source": {"type": "text", "data": "Three."}, "title": "B", "context": "of 1999"},
+        {"type": "document", "source": {"type": "content", "content": parts}, "citations": {"enabled": True}},
+        {"type": "document", "source": {"type": "content", "content": "Four."}},
+        found,
+        {"type": "text", "text": "Which?"},
+    ]
+    use = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [found]}
+    messages = [
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    assert ask(scripted, messages=messages).status_code == 200
+    shown = "A\nhttps://a.example\nOne.\nTwo."
+    prompt = scripted.llm.prompts[-1]
+    assert f"user\nB\nof 1999\nThree.\nOne.\nTwo.\nFour.\n{shown}\nWhich?<|im_end|>" in prompt
+    assert f"tool\n{shown}<|im_end|>" in prompt
+    image = {"type": "image", "source": {"type": "url", "url": "https://a.example"}}
+    refused = ask(scripted, messages=[{"role": "user", "content": [found | {"content": [image]}]}])
+    words = "messages[0].content[0].content[0].type is 'image'; only text is supported"
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, words)
+
+
 def test_a_late_system_message_joins_its_neighbour_where_the_template_refuses_it(tmp_path):
     from conftest import client_of
     from scripted import TEMPLATE, Scripted

@@ -36,6 +36,25 @@ def test_generate_renders_a_prompt_unless_it_is_raw(scripted):
     assert len(scripted.llm.prompts) == count
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_context_goes_on_from_an_earlier_answer(scripted, stream):
+    """It was refused, and no answer had one, so that clients of /api/generate began each turn anew."""
+
+    def ask(**fields):
+        answer = scripted.post("/api/generate", json={"model": "m", "stream": stream, **fields})
+        return ndjson(answer)[-1] if stream else answer.json()
+
+    decode, prompts = scripted.llm.tokenizer.decode, []
+    scripted.llm.write = lambda prompt: prompts.append(prompt) or "<think>Hm.</think>Yes."
+    context = ask(prompt="Hi")["context"]
+    assert decode(context) == prompts[0] + "<think>Hm.</think>Yes."
+    again = ask(prompt="And?", context=context)["context"]
+    assert prompts[1].startswith(f"{decode(context)}<|im_start|>user\nAnd?")
+    assert decode(again).startswith(prompts[1])
+    assert "context" not in ask(prompt="Hi", raw=True)
+    assert "context" not in ask(prompt="")
+
+
 def test_options_have_ollamas_names(scripted):
     options = {"num_predict": 7, "seed": 3, "stop": ["x"], "repeat_penalty": 1.1, "temperature": 0.5, "num_ctx": 99}
     chat(scripted, options=options)
@@ -110,6 +129,7 @@ def test_what_clients_ask_first(scripted):
     shown = scripted.post("/api/show", json={"model": "scripted"}).json()
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert shown["model_info"]["scripted.context_length"] == 4096
+    assert shown["model_info"]["general.basename"] == "scripted"  # the name that VS Code shows
     assert shown["details"] == model["details"]
     assert model["details"]["quantization_level"] == "F32"
     assert shown["modified_at"] == model["modified_at"]
@@ -120,8 +140,9 @@ def test_results_name_their_tool(scripted):
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
     chat(scripted, messages=[*USER, called, {"role": "tool", "tool_name": "add", "content": "2"}])
     assert "2<|im_end|>" in scripted.llm.prompts[-1]
-    answer = scripted.post("/api/generate", json={"model": "m", "prompt": "Hi", "context": [1, 2]})
-    assert (answer.status_code, "context" in answer.json()["error"]) == (400, True)
+    for context, more in (([1, 2], {"raw": True}), ([10**6], {}), ("a", {}), ([-1], {})):
+        answer = scripted.post("/api/generate", json={"model": "m", "prompt": "Hi", "context": context, **more})
+        assert (answer.status_code, "context" in answer.json()["error"]) == (400, True)
 
 
 @pytest.mark.parametrize(

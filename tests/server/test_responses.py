@@ -222,6 +222,8 @@ def test_a_conversation_goes_on_from_a_response(scripted):
         "<|im_start|>assistant\n"
     )
     assert scripted.get(f"{URL}/{second['id']}").json() == second
+    refused = scripted.get(f"{URL}/{second['id']}?stream=true")  # a client read the object as a stream without events
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
     assert scripted.delete(f"{URL}/{second['id']}").json()["deleted"] is True
     for id in (second["id"], ask(scripted, store=False).json()["id"]):
         response = ask(scripted, previous_response_id=id)
