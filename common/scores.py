@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from common.checks import check_fits, check_tokens
+from common.checks import check_fits, check_head, check_tokens
 from common.models import Model
 from common.ops import Ops
 from common.pieces import Logprob
@@ -52,6 +52,7 @@ def score(model: Model, tokens: Sequence[int], context: int, top: int = 0) -> Ge
 
 def _steps(model: Model, tokens: Sequence[int], context: int) -> Iterator[np.ndarray]:
     """Yield the logits after each of `tokens`, read from an empty state, a step of rows (T, vocab) at a time."""
+    check_head(model.config)
     ids = check_tokens(tokens, model.config.vocab)
     check_fits(len(ids), context, model.config.context)
     state = model.new_state(len(ids))  # whose memory lies beside that of the slots

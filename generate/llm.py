@@ -19,9 +19,17 @@ from tqdm.auto import tqdm
 from common import rules
 from common.attention_scores import attention_to
 from common.checkpoint import Checkpoint, open_checkpoint
-from common.checks import check_fits, check_not_empty, check_tokens, default_spec, default_window, speculation_of
+from common.checks import (
+    check_fits,
+    check_head,
+    check_not_empty,
+    check_tokens,
+    default_spec,
+    default_window,
+    speculation_of,
+)
 from common.decode.registry import check as check_decoder
-from common.embeddings import POOLINGS, embed, stated_pooling
+from common.embeddings import embed
 from common.engine import Engine
 from common.errors import BimetalError, UsageError
 from common.expert_stats import ExpertStats
@@ -32,6 +40,7 @@ from common.keywords import takes_options
 from common.models import Model
 from common.options import ChatOptions, GenerationOptions, LoadOptions, Sampling, TextOptions
 from common.pieces import Logprob, Piece, PieceParser
+from common.pooling import POOLINGS, Pooling, stated_pooling, states_unit
 from common.prefix_cache import PrefixCache
 from common.reading import Turns
 from common.recommended import Recommended, recommended_sampling
@@ -344,7 +353,9 @@ class LLM:
         return self._submit_steps(job).result()
 
     def embed(self, prompt: Any, pooling: str | None = None) -> np.ndarray:
-        """Compute the embedding of `prompt` (text or token ids), (hidden,) float32 of length 1; of a list (n, hidden).
+        """Compute the embedding of `prompt` (text or token ids), (hidden,) float32; of a list (n, hidden).
+
+        Its length is 1, unless the modules.json of the model's folder has no normalization.
 
         pooling  the hidden state after the last norm of the "last" token, or their "mean"; None: as the model's files
                  state, else "last"
@@ -471,11 +482,16 @@ class LLM:
     def _stated_pooling(self) -> str:
         return stated_pooling(open_checkpoint(self.path))
 
+    @cached_property
+    def _states_unit(self) -> bool:
+        return states_unit(open_checkpoint(self.path))
+
     def _embedding(self, prompt: Prompt, pooling: str | None) -> Callable[[Model], Generator[None, None, np.ndarray]]:
         """Check the arguments of `embed`; return its steps, as a function of the model."""
         chosen = self._stated_pooling if pooling is None else pooling
-        chosen, ids = rules.one_of(*POOLINGS).accept("pooling", chosen), self._ids(prompt)
-        return lambda model: embed(model, ids, self.context, chosen)
+        how = Pooling(rules.one_of(*POOLINGS).accept("pooling", chosen), self._states_unit)
+        ids = self._ids(prompt)
+        return lambda model: embed(model, ids, self.context, how)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -539,6 +555,7 @@ class LLM:
 
         def start(put: Callable[[Any], None], cancel: threading.Event) -> None:
             self._check_open()
+            check_head(self._engine.model.config)
             prefill, parse = PrefillBar(), PieceParser(prompt.parser and prompt.parser())
 
             def put_parsed(piece: Piece) -> None:
