@@ -53,6 +53,7 @@ from common.turns import Render, reply_header, turns_of
 from common.warm_up import Size, warm_sizes
 from generate.activity import Activity, activity_of, matched_tokens
 from generate.backends import Placement, check_draft, choose, leave_thread
+from generate.list_methods import Message, Prompt, chats, generates
 from generate.loading import load_all, make_room, resolve_draft
 from generate.machines import check_load, is_follower
 from generate.notebook import in_notebook, model_card
@@ -66,8 +67,6 @@ MOST_HEADERS = 64  # headers of replies that are remembered, by template and its
 BUSY = 1  # seconds between two tests of whether calls run
 AHEAD = 4  # submitted replies of a list, as a multiple of those that run at once: no slot waits for the oldest
 PROMPTS, CONVERSATIONS = (str, Gap, list, tuple, np.ndarray), (list, tuple)  # the types of each of a list of them
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
 
 
 def warm_up_beside(llm: "LLM") -> None:
@@ -231,7 +230,7 @@ class LLM:
         check_one("stream", prompt)
         return Stream(self._owner, self._starter(self._prepare_text(prompt, options), options))
 
-    @takes_options(TextOptions)
+    @generates(TextOptions)
     def generate(self, prompt: Any, options: TextOptions) -> Any:
         """Generate the whole reply to `prompt` (text, token ids or a Gap), or to each of a list of them.
 
@@ -252,7 +251,7 @@ class LLM:
         check_one("stream_chat", messages)
         return Stream(self._owner, self._starter(self._prepare_chat(messages, options), options))
 
-    @takes_options(ChatOptions)
+    @chats(ChatOptions)
     def chat(self, messages: Any, options: ChatOptions) -> Any:
         """Generate the assistant's whole reply to `messages`, or to each of a list of conversations.
 

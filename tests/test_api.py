@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 import warnings
 import weakref
 from contextlib import suppress
@@ -941,3 +942,11 @@ def test_a_closed_event_loop_is_freed_with_what_it_never_fetched():
     gc.collect()
     assert freed() is None
     assert not inboxes
+
+
+def test_packages_say_that_they_state_types():
+    """Editors and mypy take every call for Any without the file; tests/typed_calls.py has the types."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for package in ("bimetal", "generate", "common"):
+        assert (ROOT / package / "py.typed").is_file()
+        assert "py.typed" in settings[package]
