@@ -101,14 +101,14 @@ def check_weights(weights: Any, given: np.ndarray) -> np.ndarray:
 
 
 @contextmanager
-def _guiding() -> Iterator[None]:
-    """Turn an exception of a caller's guide or `reweigh`, sys.exit included, into an error of its reply alone."""
+def _calling(what: str) -> Iterator[None]:
+    """Turn an exception of a caller's function, `what`, sys.exit included, into an error of its reply alone."""
     try:
         yield
     except BimetalError:
         raise
     except BaseException as error:
-        raise BimetalError(f"the guide of the reply failed: {type(error).__name__}: {error}") from error
+        raise BimetalError(f"the {what} of the reply failed: {type(error).__name__}: {error}") from error
 
 
 class Sampler:
@@ -150,7 +150,7 @@ class Sampler:
         """Count a token of the reply."""
         self.reply[token] += 1
         if self.guide is not None:
-            with _guiding():
+            with _calling("guide"):
                 self.guide.accept(token)
         if self.sampling.repetition_penalty != 1:
             self.seen.add(token)
@@ -166,7 +166,7 @@ class Sampler:
             return int(row.argmax())
         weights = draw_weights(row, self.draw_options)
         if s.reweigh is not None:
-            with _guiding():
+            with _calling("function reweigh"):
                 weights = check_weights(s.reweigh(weights), weights)
             if s.temperature == 0:
                 return int(weights.argmax())
@@ -191,7 +191,7 @@ class Sampler:
         row = row.clip(-largest, largest)
         if self.guide is None:
             return row
-        with _guiding():
+        with _calling("guide"):
             allowed = self.guide.allowed()
             if allowed is None:
                 return row

@@ -492,6 +492,11 @@ def test_a_guide_that_fails_ends_its_reply_alone(llm, raised):
     assert [other.reply().finish_reason for other in others] == ["length"] * 2
 
 
+def test_a_reweigh_that_fails_is_named(llm):
+    with pytest.raises(BimetalError, match=r"^the function reweigh of the reply failed: ZeroDivisionError"):
+        llm.generate("x", max_tokens=2, reweigh=lambda weights: 1 // 0)
+
+
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_copies_are_refused(llm, duplicate):
     with pytest.raises(TypeError, match="cannot be copied or pickled, because one thread of this process owns"):
