@@ -33,6 +33,8 @@ from common.embeddings import embed
 from common.engine import Engine
 from common.errors import BimetalError, UsageError
 from common.expert_stats import ExpertStats
+from common.grammar import Grammars
+from common.guide import Guide
 from common.histogram import Histogram
 from common.hub import resolve_model
 from common.infill import Gap, gap_prompt
@@ -48,6 +50,7 @@ from common.reply import ReplyParser
 from common.sampling import Sampler
 from common.scores import logits_of, score
 from common.sequence import Call
+from common.text_grammar import text_grammar
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.turns import Render, reply_header, turns_of
 from common.warm_up import Size, warm_sizes
@@ -314,6 +317,30 @@ class LLM:
     def astream_prepared(self, prompt: Prepared, options: GenerationOptions) -> AsyncStream:
         """Generate a reply to a prompt that was prepared before, for `async for`."""
         return AsyncStream(self._owner, self._starter(prompt, options))
+
+    def guide(
+        self,
+        *,
+        schema: Mapping[str, Any] | bool | None = None,
+        regex: str | None = None,
+        choices: Sequence[str] | None = None,
+        grammar: str | None = None,
+    ) -> Callable[[], Guide]:
+        """Make a value of the option `guide`, for any number of calls: a reply is what the one given argument allows.
+
+        It applies from the first token: turn off reasoning. Raises UsageError for what llguidance (extra `grammar`)
+        cannot follow.
+
+        schema   JSON of this JSON schema; True: any JSON
+        regex    text that matches this regular expression in whole, in the syntax of Rust's package regex
+        choices  one of these texts
+        grammar  text of this grammar, in llguidance's dialect of Lark
+        """
+        return self._grammars.guide(text_grammar(schema, regex, choices, grammar))
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.vocab_size)
 
     def render(self, messages: Sequence[Message], tools: Any = None, think: bool | None = None, **template: Any) -> str:
         """Render `messages` by the model's chat template, up to where the assistant's reply begins."""
