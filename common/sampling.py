@@ -94,10 +94,15 @@ def draw_weights(row: np.ndarray, s: Sampling) -> np.ndarray:
 def check_weights(weights: Any, given: np.ndarray) -> np.ndarray:
     """Return `weights`, which a caller's `reweigh` made of the weights `given`; raises UsageError for unusable ones."""
     if not isinstance(weights, np.ndarray) or (weights.shape, weights.dtype) != (given.shape, given.dtype):
-        raise UsageError(f"reweigh returned {shown(weights)}; it must return an array of {given.dtype}, {given.shape}")
+        raise UsageError(f"reweigh returned {_described(weights)}; it must return {_described(given)}")
     if not weights.any():
         raise UsageError("reweigh returned zeros alone; at least one token must have a weight")
     return weights
+
+
+def _described(value: Any) -> str:
+    """Describe what a caller's function returned, in one line."""
+    return f"an array of {value.dtype}, {value.shape}" if isinstance(value, np.ndarray) else shown(value)
 
 
 @contextmanager
@@ -195,6 +200,10 @@ class Sampler:
             allowed = self.guide.allowed()
             if allowed is None:
                 return row
+            if not isinstance(allowed, np.ndarray) or (allowed.shape, allowed.dtype) != (row.shape, np.bool_):
+                raise UsageError(
+                    f"the guide allowed {_described(allowed)}; it must return an array of bool, {row.shape}"
+                )
             if not allowed.any():
                 raise BimetalError("the grammar of the reply allows no further token")
             return np.where(allowed, row, -np.inf)

@@ -230,7 +230,7 @@ DESCRIPTIONS = {
 def _text(p: Parser) -> None:
     what = p.add_argument_group("what to generate")
     what.add_argument(
-        "-p", "--prompt", type=values.words, metavar="TEXT", help="the prompt; without -p and -f, stdin is the prompt"
+        "-p", "--prompt", type=values.words, metavar="TEXT", help="the prompt; - is stdin, as without -p and -f"
     )
     what.add_argument("-f", "--file", type=values.source, metavar="FILE", help="read the prompt from FILE")
     what.add_argument("-cnv", "--chat", action="store_true", help="talk in turns; /help lists the commands")

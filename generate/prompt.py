@@ -96,7 +96,7 @@ def decoded(read: Callable[[], str], what: str) -> str:
 
 def _prompt(args: argparse.Namespace) -> str:
     """Return the text of --prompt, of the file of --file, or of stdin; raises BimetalError."""
-    if args.prompt is not None:
+    if args.prompt not in (None, "-"):
         return str(args.prompt)
     if args.file is None:
         return _stdin()

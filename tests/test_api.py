@@ -492,6 +492,13 @@ def test_a_guide_that_fails_ends_its_reply_alone(llm, raised):
     assert [other.reply().finish_reason for other in others] == ["length"] * 2
 
 
+@pytest.mark.parametrize("allowed", [[True] * 260, np.zeros(3, bool), np.ones(260, np.int8)])
+def test_a_guide_that_returns_no_mask_is_named(llm, allowed):
+    guide = SimpleNamespace(allowed=lambda: allowed, accept=lambda token: None)
+    with pytest.raises(UsageError, match=r"^the guide allowed .*; it must return an array of bool, \(\d+,\)"):
+        llm.generate("x", max_tokens=2, guide=lambda: guide)
+
+
 def test_a_reweigh_that_fails_is_named(llm):
     with pytest.raises(BimetalError, match=r"^the function reweigh of the reply failed: ZeroDivisionError"):
         llm.generate("x", max_tokens=2, reweigh=lambda weights: 1 // 0)

@@ -69,7 +69,9 @@ def test_a_prompt_streams_to_stdout_and_nothing_else(run):
 
 
 def test_stdin_is_the_prompt(run):
-    assert run("-n", "8", stdin="hi")[1] == run("--prompt", "hi", "-n", "8")[1]
+    expected = run("--prompt", "hi", "-n", "8")[1]
+    assert run("-n", "8", stdin="hi")[1] == expected
+    assert run("--prompt", "-", "-n", "8", stdin="hi")[1] == expected
 
 
 def test_a_prompt_in_a_file(run, tmp_path):
