@@ -348,15 +348,16 @@ class LLM:
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
-    def logits(self, prompt: Prompt) -> np.ndarray:
-        """Compute the logits after each token of `prompt` (text or token ids): (T, vocab) float32."""
-        ids = self._ids(prompt)
-        return self._submit_steps(lambda model: logits_of(model, ids, self.context)).result()
+    def logits(self, prompt: Prompt, last: int | None = None) -> np.ndarray:
+        """Compute the logits after each token of `prompt` (text or token ids): (T, vocab) float32.
 
-    async def alogits(self, prompt: Prompt) -> np.ndarray:
-        """Compute the logits after each token of `prompt` (text or token ids): (T, vocab) float32, awaited."""
-        ids = self._ids(prompt)
-        return await asyncio.wrap_future(self._submit_steps(lambda model: logits_of(model, ids, self.context)))
+        last  only those after the last so many tokens; None: all
+        """
+        return self._submit_steps(self._logits(prompt, last)).result()
+
+    async def alogits(self, prompt: Prompt, last: int | None = None) -> np.ndarray:
+        """Compute the logits after each token of `prompt` (text or token ids), as `logits` does, awaited."""
+        return await asyncio.wrap_future(self._submit_steps(self._logits(prompt, last)))
 
     def score(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
         """Compute log-probabilities of each token of `prompt` (text or ids) but the first, with `top` alternatives."""
@@ -498,6 +499,11 @@ class LLM:
 
         self._check_open()
         return self._owner.submit(run())
+
+    def _logits(self, prompt: Prompt, last: int | None) -> Callable[[Model], Generator[None, None, np.ndarray]]:
+        """Check the arguments of `logits`; return its steps, as a function of the model."""
+        last, ids = None if last is None else rules.whole(1).accept("last", last), self._ids(prompt)
+        return lambda model: logits_of(model, ids, self.context, last)
 
     def _scoring(self, prompt: Prompt, top: int) -> Callable[[Model], Generator[None, None, list[Logprob]]]:
         """Check the arguments of `score`; return its steps, as a function of the model."""

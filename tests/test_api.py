@@ -116,6 +116,15 @@ def test_questions_about_a_prompt_take_what_a_prompt_may_be(llm):
         llm.score("hello", top=-1)
 
 
+def test_logits_of_the_last_tokens_alone(llm):
+    logits = llm.logits("hello")
+    for last in (1, 3, 99):
+        assert np.allclose(llm.logits("hello", last=last), logits[-last:], atol=1e-5)
+    assert np.allclose(asyncio.run(llm.alogits("hello", last=1)), logits[-1:], atol=1e-5)
+    with pytest.raises(UsageError, match="last is 0; it must be a whole number of at least 1"):
+        llm.logits("hello", last=0)
+
+
 def test_scores_are_those_of_the_logits(llm):
     ids = llm.tokenizer.encode("hello")
     scores = llm.score("hello", top=2)

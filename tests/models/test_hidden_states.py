@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import tiny
 
+from common import scores
 from common.checkpoint import Checkpoint
 from common.embeddings import embed
 from common.errors import BimetalError
 from common.ops import Ops
 from common.pooling import Pooling, stated_pooling
 from common.reference import NumpyOps
-from common.scores import completed
+from common.scores import completed, logits_of
 
 
 def head_of(name: str, hidden: np.ndarray) -> np.ndarray:
@@ -58,6 +59,17 @@ def test_a_text_of_several_steps(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Ops, "prefill_rows", 5)
     steps = [completed(embed(model, ids, len(ids), Pooling(pooling))) for pooling in ("last", "mean")]
     assert np.allclose(whole, steps, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen35"])
+def test_logits_of_the_last_tokens(ops: Ops, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny.load(name, ops), tiny.golden(name)["ids"].tolist()[:23]
+    whole = completed(logits_of(model, ids, 23))
+    monkeypatch.setattr(scores, "PREFILL_ROWS", 8)
+    for last in (1, 2, 7, 9, 22, 23, 99):
+        found = completed(logits_of(model, ids, 23, last))
+        assert found.shape == whole[-last:].shape
+        assert np.allclose(found, whole[-last:], atol=2e-4)
 
 
 def test_files_state_the_pooling(tmp_path) -> None:
