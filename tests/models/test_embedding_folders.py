@@ -82,6 +82,8 @@ def test_a_model_without_a_head_gives_embeddings_alone(tmp_path: Path) -> None:
         for call in (llm.generate, llm.logits, llm.score):
             with pytest.raises(generate.UsageError, match=r"no head \(lm_head.weight\): it gives embeddings alone"):
                 call("abc")
+    (tmp_path / "text.txt").write_text("a text " * 9)
+    assert main(["perplexity", str(folder), "--text", str(tmp_path / "text.txt"), "--ctx-window", "8"]) == 2
 
 
 def test_the_folder_states_pooling_and_length(tmp_path: Path) -> None:
