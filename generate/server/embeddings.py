@@ -90,7 +90,10 @@ def _encoded(llm: LLM, key: str, text: Any, cuts: bool) -> list[int]:
         raise ApiError(400, str(error), param=key) from None
     if len(ids) > llm.context and not cuts:
         raise too_long(PromptTooLongError("", len(ids), llm.context), key)
-    return ids[: llm.context]
+    if len(ids) <= llm.context:
+        return ids
+    tail = llm.tokenizer.prompt_tail if isinstance(text, str) else []  # whose hidden state the embedding may be
+    return ids[: llm.context - len(tail)] + tail
 
 
 def openai(fields: Fields, facts: Facts, found: Found, tokens: int, seconds: float) -> dict[str, Any]:

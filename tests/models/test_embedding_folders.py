@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import tiny
 import tiny_chat
-from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 import generate
 from common.embeddings import embed
@@ -52,13 +50,7 @@ def state(folder: Path, pooling: str, kinds: list[str]) -> None:
 
 def chat_folder(folder: Path) -> Path:
     """A folder with a tokenizer that ends each text with the end token, as Qwen3-Embedding's does."""
-    tiny_chat.write(folder, fim=tiny_chat.FIM)
-    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    end = backend.token_to_id(tiny_chat.END)
-    backend.post_processor = TemplateProcessing(
-        single=f"$A {tiny_chat.END}", pair=None, special_tokens=[(tiny_chat.END, end)]
-    )
-    backend.save(str(folder / "tokenizer.json"))
+    tiny_chat.end_texts(tiny_chat.write(folder, fim=tiny_chat.FIM))
     return without_class(folder, folder, tie_word_embeddings=True)
 
 
