@@ -353,14 +353,17 @@ class LLM:
 
         last  only those after the last so many tokens; None: all
         """
+        check_one("logits", prompt)
         return self._submit_steps(self._logits(prompt, last)).result()
 
     async def alogits(self, prompt: Prompt, last: int | None = None) -> np.ndarray:
         """Compute the logits after each token of `prompt` (text or token ids), as `logits` does, awaited."""
+        check_one("alogits", prompt)
         return await asyncio.wrap_future(self._submit_steps(self._logits(prompt, last)))
 
     def score(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
         """Compute log-probabilities of each token of `prompt` (text or ids) but the first, with `top` alternatives."""
+        check_one("score", prompt)
         return self._submit_steps(self._scoring(prompt, top)).result()
 
     async def ascore(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
@@ -368,6 +371,7 @@ class LLM:
 
         Cancelling the task that waits ends the work at the next step.
         """
+        check_one("ascore", prompt)
         return await asyncio.wrap_future(self._submit_steps(self._scoring(prompt, top)))
 
     def attention_to(self, tokens: Sequence[int], queries: int, cancel: threading.Event | None = None) -> np.ndarray:
@@ -397,6 +401,7 @@ class LLM:
 
         Cancelling the task that waits ends the work at the next step.
         """
+        check_one("aembed", prompt)
         return await asyncio.wrap_future(self._submit_steps(self._embedding(prompt, pooling)))
 
     def matched_tokens(self, prompt: Prompt) -> int:
@@ -635,7 +640,7 @@ def check_one(method: str, value: Any) -> None:
     """Refuse a list of prompts or conversations, of which `method` takes one: UsageError."""
     chats = "chat" in method
     if is_many(value, CONVERSATIONS if chats else PROMPTS):
-        what, lists = ("conversation", "chat") if chats else ("prompt", "generate")
+        what, lists = ("conversation", "chat") if chats else ("prompt", "embed" if "embed" in method else "generate")
         raise UsageError(
             f"{method} takes one {what}, and is given a list of {len(value)}; {lists} takes lists, and calls of "
             f"{method} run side by side"

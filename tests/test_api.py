@@ -390,7 +390,8 @@ def test_messages_are_a_list(llm, entry, messages):
         ([5, -1], "token id -1 is outside"),
         ([1.5], "the prompt has a token id 1.5; it must be a whole number"),
         ([True], "the prompt has a token id True"),
-        ([5, "a"], "the prompt has a token id 'a'"),
+        ([5, "a"], "the prompt has the text 'a' among token ids"),
+        (MESSAGES, "the prompt is a list of messages; calls whose names have chat take these"),
         (np.array([[1, 2]]), r"the prompt has a token id \[1, 2\]"),
         (b"hello", "the prompt is b'hello'; it must be text or a sequence of token ids"),
         (None, "the prompt is None; it must be text"),
@@ -408,7 +409,13 @@ def test_every_entry_checks_the_prompt(llm, entry, prompt, message):
         asyncio.run(call())
 
 
-@pytest.mark.parametrize("entry", ["stream", "astream", "agenerate", "stream_chat", "astream_chat", "achat"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *("stream", "astream", "agenerate", "stream_chat", "astream_chat", "achat"),
+        *("logits", "alogits", "score", "ascore", "aembed"),
+    ],
+)
 def test_what_takes_one_prompt_refuses_several(llm, entry):
     """The first of them was called a token id, or a message."""
     many = [MESSAGES, MESSAGES] if "chat" in entry else ["hello", [5, 6]]
@@ -417,7 +424,7 @@ def test_what_takes_one_prompt_refuses_several(llm, entry):
         result = getattr(llm, entry)(many)
         return await result if asyncio.iscoroutine(result) else result
 
-    taker = "chat" if "chat" in entry else "generate"
+    taker = "chat" if "chat" in entry else "embed" if "embed" in entry else "generate"
     with pytest.raises(UsageError, match=f"^{entry} takes one .*, and is given a list of 2; {taker} takes lists"):
         asyncio.run(call())
 
