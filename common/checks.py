@@ -1,7 +1,7 @@
 """Checks of a call before anything runs: token ids, the speculative mode and its options."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,10 @@ def check_tokens(tokens: Any, vocab: int) -> list[int]:
         raise UsageError(f"the prompt is {shown(tokens)}; it must be text or a sequence of token ids")
     check_not_empty(tokens)
     for token in tokens:
+        if isinstance(token, Mapping):
+            raise UsageError("the prompt is a list of messages; calls whose names have chat take these")
+        if isinstance(token, str):
+            raise UsageError(f"the prompt has the text {shown(token)} among token ids; it must be text or token ids")
         if not isinstance(token, int | np.integer) or isinstance(token, bool):
             raise UsageError(f"the prompt has a token id {shown(token)}; it must be a whole number")
         if not 0 <= token < vocab:
@@ -46,6 +50,12 @@ def check_fits(tokens: int, context: int, trained: int) -> None:
             tokens,
             context,
         )
+
+
+def check_head(config: Any) -> None:
+    """Refuse a model without a head, which has no logits: UsageError."""
+    if not getattr(config, "has_head", True):
+        raise UsageError("the model's files have no head (lm_head.weight): it gives embeddings alone")
 
 
 def default_spec(model: Any) -> str:

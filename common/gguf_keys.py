@@ -19,6 +19,7 @@ from common.folder_tokenizer import from_folder
 from common.gguf_families import FAMILIES
 from common.gguf_tokenizer import GPT2_PATTERN, pre_tokenizer_name
 from common.ops import Rope
+from common.pooling import GGUF_POOLINGS, POOLING_FOLDER, stated_pooling, states_unit
 from common.recommended import GGUF_NAMES, recommended_sampling
 from common.tensors import Tensor
 from common.tokenizer import Tokenizer
@@ -83,10 +84,24 @@ def gguf_keys(checkpoint: Checkpoint, definition: ModuleType) -> tuple[list[Key]
     keys += [_key(f"{form.name}.{key}", value) for key, value in (model | scaling).items()]
     if getattr(config, "mask_id", None) is not None:
         keys.append(_key("tokenizer.ggml.mask_token_id", config.mask_id))
+    keys += _pooling_keys(checkpoint, form.name)
     _check(checkpoint, definition, config, keys, divisors)
     sampling = recommended_sampling(checkpoint).options
     keys += [_key(key, sampling[option]) for key, option in GGUF_NAMES.items() if option in sampling]
     return keys + _tokenizer_keys(checkpoint, config.vocab, form.pre), divisors
+
+
+def _pooling_keys(checkpoint: Checkpoint, architecture: str) -> list[Key]:
+    """Return the pooling of a model of embeddings; none for other models."""
+    if not (checkpoint.path / POOLING_FOLDER).is_dir():
+        return []
+    if not states_unit(checkpoint):
+        raise BimetalError(
+            f"{checkpoint.path}: a GGUF file cannot state embeddings without a normalization; quantize it into an MLX "
+            "folder"
+        )
+    numbers = {name: number for number, name in GGUF_POOLINGS.items()}
+    return [_key(f"{architecture}.pooling_type", numbers[stated_pooling(checkpoint)])]
 
 
 def _rope(keys: Keys, rope: Rope, default_theta: float) -> tuple[dict[str, Any], np.ndarray | None]:
@@ -153,7 +168,10 @@ def _tokenizer_keys(checkpoint: Checkpoint, vocab: int, preferred_pre: str | Non
         return [_key("tokenizer.ggml.model", "none")]
     backend, rest = from_folder(checkpoint.path, checkpoint.config)
     known, bos = range(vocab), rest["bos_id"]  # files with other ids are refused
-    ends = [id for id in rest["end_ids"] if id in known]
+    after = rest["suffix"]  # ends prompts; GGUF files state that eos does
+    ends = sorted((id for id in rest["end_ids"] if id in known), key=lambda id: id not in after)
+    if after not in ([], ends[:1]):
+        raise BimetalError(f"{file} ends prompts with the token ids {after}; GGUF files can state one end token alone")
     rest |= {"bos_id": bos if bos in known else None, "eos_id": ends[0] if ends else None, "end_ids": ends}
     tokenizer = Tokenizer(backend, **rest)
     values = json.loads(file.read_text(encoding="utf-8"))
@@ -181,6 +199,7 @@ def _tokenizer_keys(checkpoint: Checkpoint, vocab: int, preferred_pre: str | Non
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id} | dict(zip(("eot", "eom"), more_ends, strict=False))
     keys += [_key(f"tokenizer.ggml.{name}_token_id", id) for name, id in ids.items() if id is not None]
     keys.append(_key("tokenizer.ggml.add_bos_token", tokenizer.add_bos))
+    keys += [_key("tokenizer.ggml.add_eos_token", True)] if after else []
     for name, text in tokenizer.chat_templates.items():
         keys.append(_key("tokenizer.chat_template" + ("" if name == "default" else f".{name}"), text))
     return keys

@@ -21,7 +21,9 @@ BESIDE_WEIGHTS = (
     "added_tokens.json",
     "chat_template*",
     "*.safetensors.index.json",
+    "modules.json",
 )
+POOLING = "1_Pooling/config.json"  # of a model of embeddings
 
 
 def choose_files(
@@ -54,7 +56,7 @@ def _safetensors(files: Collection[str]) -> list[str]:
     # Some repositories hold the same weights twice, as model-*.safetensors and as consolidated.safetensors.
     weights = [path for path in weights if path.startswith("model")] or weights
     beside = [path for path in root if any(fnmatchcase(path, kept) for kept in BESIDE_WEIGHTS)]
-    return beside + weights if weights else []
+    return [*beside, *({POOLING} & {*files}), *weights] if weights else []
 
 
 def is_aside(path: str) -> bool:

@@ -28,7 +28,7 @@ class Gap:
     reserved  most tokens of a reply, for which a prompt with `extra` leaves room twice
     """
 
-    prefix: str | Sequence[int]
+    prefix: str | Sequence[int] | np.ndarray
     suffix: str = ""
     line: str = ""
     extra: Sequence[tuple[str, str]] | None = None

@@ -36,12 +36,25 @@ OTHER_NAMES = {  # of other programs, and earlier ones of our own
     "context": "ctx",
     "context_length": "ctx",
     "max_model_len": "ctx",
+    "response_format": "guide",
+    "structured_outputs": "guide",
+    "json_schema": "guide",
+    "schema": "guide",
+    "regex": "guide",
+    "grammar": "guide",
     "draft_model": "draft",
     "tensor_split": "split",
     "device": "devices",
 }
 
 
+ELSEWHERE = {  # what does the work of arguments that are no option of any call
+    "stream": "stream(prompt) and stream_chat(messages) give a reply in pieces",
+    "n": "a list that has the prompt n times gives n replies",
+    "system": 'chat takes {"role": "system", "content": ...} as the first message',
+    "sampling_params": "its fields are options of their own",
+    "tool_choice": "the server alone takes it",
+}
 RECOMMENDED = (
     "An option that is not given, or None, is as the model's files recommend (`recommended_options`), else its default."
 )
@@ -110,8 +123,8 @@ def _hint(unknown: str, options: type[Options], named: Sequence[str]) -> str:
 
     named  the function's parameters beside the options
     """
-    if unknown == "stream":
-        return "stream(prompt) and stream_chat(messages) give a reply in pieces"
+    if unknown in ELSEWHERE:
+        return ELSEWHERE[unknown]
     places: dict[str, str] = {}
     for kind, place in ((LoadOptions, "load"), (ChatOptions, "chat"), (GenerationOptions, "generate")):
         places |= {f.name: place for f in fields(kind)}

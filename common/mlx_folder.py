@@ -16,6 +16,7 @@ from common.checkpoint import INDEX, UNFINISHED, WEDLM, Checkpoint
 from common.errors import BimetalError
 from common.files import rewrite
 from common.outputs import Output, check_space, encoded_chunks, output_of, parts_of
+from common.pooling import POOLING_FOLDER
 from common.quantize import FLOAT_TYPES, Format, float_type, scale_type
 from common.recipe import Choice, Weight, choice_of
 from common.safetensors import MODES
@@ -141,8 +142,9 @@ def copy_files(partial: Path, source: Path) -> None:
         own = file.name in ("config.json", CALIBRATION) or file.name.endswith(".index.json")
         if file.suffix in KEPT_FILES and file.is_file() and not own:
             shutil.copyfile(file, partial / file.name)
-    if (templates := source / "additional_chat_templates").is_dir():
-        shutil.copytree(templates, partial / templates.name, dirs_exist_ok=True)
+    for folder in ("additional_chat_templates", POOLING_FOLDER):
+        if (source / folder).is_dir():
+            shutil.copytree(source / folder, partial / folder, dirs_exist_ok=True)
 
 
 def write_config(partial: Path, config: dict[str, Any], outputs: Sequence[Output], default: Format) -> None:

@@ -94,21 +94,26 @@ def draw_weights(row: np.ndarray, s: Sampling) -> np.ndarray:
 def check_weights(weights: Any, given: np.ndarray) -> np.ndarray:
     """Return `weights`, which a caller's `reweigh` made of the weights `given`; raises UsageError for unusable ones."""
     if not isinstance(weights, np.ndarray) or (weights.shape, weights.dtype) != (given.shape, given.dtype):
-        raise UsageError(f"reweigh returned {shown(weights)}; it must return an array of {given.dtype}, {given.shape}")
+        raise UsageError(f"reweigh returned {_described(weights)}; it must return {_described(given)}")
     if not weights.any():
         raise UsageError("reweigh returned zeros alone; at least one token must have a weight")
     return weights
 
 
+def _described(value: Any) -> str:
+    """Describe what a caller's function returned, in one line."""
+    return f"an array of {value.dtype}, {value.shape}" if isinstance(value, np.ndarray) else shown(value)
+
+
 @contextmanager
-def _guiding() -> Iterator[None]:
-    """Turn an exception of a caller's guide or `reweigh`, sys.exit included, into an error of its reply alone."""
+def _calling(what: str) -> Iterator[None]:
+    """Turn an exception of a caller's function, `what`, sys.exit included, into an error of its reply alone."""
     try:
         yield
     except BimetalError:
         raise
     except BaseException as error:
-        raise BimetalError(f"the guide of the reply failed: {type(error).__name__}: {error}") from error
+        raise BimetalError(f"the {what} of the reply failed: {type(error).__name__}: {error}") from error
 
 
 class Sampler:
@@ -150,7 +155,7 @@ class Sampler:
         """Count a token of the reply."""
         self.reply[token] += 1
         if self.guide is not None:
-            with _guiding():
+            with _calling("guide"):
                 self.guide.accept(token)
         if self.sampling.repetition_penalty != 1:
             self.seen.add(token)
@@ -166,7 +171,7 @@ class Sampler:
             return int(row.argmax())
         weights = draw_weights(row, self.draw_options)
         if s.reweigh is not None:
-            with _guiding():
+            with _calling("function reweigh"):
                 weights = check_weights(s.reweigh(weights), weights)
             if s.temperature == 0:
                 return int(weights.argmax())
@@ -191,10 +196,14 @@ class Sampler:
         row = row.clip(-largest, largest)
         if self.guide is None:
             return row
-        with _guiding():
+        with _calling("guide"):
             allowed = self.guide.allowed()
             if allowed is None:
                 return row
+            if not isinstance(allowed, np.ndarray) or (allowed.shape, allowed.dtype) != (row.shape, np.bool_):
+                raise UsageError(
+                    f"the guide allowed {_described(allowed)}; it must return an array of bool, {row.shape}"
+                )
             if not allowed.any():
                 raise BimetalError("the grammar of the reply allows no further token")
             return np.where(allowed, row, -np.inf)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from common.checks import check_fits, check_tokens
+from common.checks import check_fits, check_head, check_tokens
 from common.models import Model
 from common.ops import Ops
 from common.pieces import Logprob
@@ -29,10 +29,15 @@ def completed(steps: Generator[None, None, T]) -> T:
             return done.value
 
 
-def logits_of(model: Model, tokens: Sequence[int], context: int) -> Generator[None, None, np.ndarray]:
-    """Compute the logits after each of `tokens`, read from an empty state: (T, vocab) float32."""
+def logits_of(
+    model: Model, tokens: Sequence[int], context: int, last: int | None = None
+) -> Generator[None, None, np.ndarray]:
+    """Compute the logits after each of `tokens`, read from an empty state: (T, vocab) float32.
+
+    last  only those after the last so many tokens; None: all
+    """
     read: list[np.ndarray] = []
-    for rows in _steps(model, tokens, context):
+    for rows in _steps(model, tokens, context, last):
         read.append(rows)
         yield
     return np.concatenate(read)
@@ -50,14 +55,18 @@ def score(model: Model, tokens: Sequence[int], context: int, top: int = 0) -> Ge
     return scores
 
 
-def _steps(model: Model, tokens: Sequence[int], context: int) -> Iterator[np.ndarray]:
-    """Yield the logits after each of `tokens`, read from an empty state, a step of rows (T, vocab) at a time."""
+def _steps(model: Model, tokens: Sequence[int], context: int, last: int | None = None) -> Iterator[np.ndarray]:
+    """Yield the logits after the `last` of `tokens`, read from an empty state, a step of rows (T, vocab) at a time."""
+    check_head(model.config)
     ids = check_tokens(tokens, model.config.vocab)
     check_fits(len(ids), context, model.config.context)
+    first = 0 if last is None else max(len(ids) - last, 0)
     state = model.new_state(len(ids))  # whose memory lies beside that of the slots
     for at in range(0, len(ids), PREFILL_ROWS):
         chunk = np.asarray(ids[at : at + PREFILL_ROWS], np.int32)
         step = Step.of_prompt(chunk, at, model.ops.short_rows)
-        rows = model.ops.read(model.forward(state, step))
+        skipped = min(max(first - at, 0), len(chunk))
+        logits = model.forward(state, step, slice(skipped, len(chunk)) if skipped else slice(None))
+        found = model.ops.read(logits) if skipped < len(chunk) else np.zeros((0, model.config.vocab), np.float32)
         state.commit_prompt(step)  # before steps of other states
-        yield rows
+        yield found

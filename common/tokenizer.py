@@ -148,6 +148,11 @@ class Tokenizer:
         return list(self._prefix)
 
     @property
+    def prompt_tail(self) -> list[int]:
+        """Return the ids with which `encode` ends every prompt: none, or of models of embeddings the end token."""
+        return list(self._suffix)
+
+    @property
     def control_ids(self) -> frozenset[int]:
         """Return the ids of control tokens."""
         return self._control

@@ -167,9 +167,7 @@ class Chat:
             case "load":
                 self._load(_path(argument, "load"))
             case _:
-                raise UsageError(
-                    f"/{name} is not a command; /help lists them, and a message that begins with / can be quoted"
-                )
+                raise UsageError(f"/{name} is not a command; /help lists them, and a space before / makes it a message")
         return False
 
     def _set(self, name: str, value: str) -> None:

@@ -86,6 +86,8 @@ def _finish_text(args: argparse.Namespace) -> None:
     given = [f"--{name}" for name in ("prompt", "file") if getattr(args, name) is not None]
     if args.chat and given:
         raise UsageError(f"--chat and {given[0]} exclude each other; in a chat the prompt is typed")
+    if args.chat and args.json_schema is not None:
+        raise UsageError("--chat and --json-schema exclude each other; a schema is of one reply")
     if len(given) > 1:
         raise UsageError("--prompt and --file exclude each other; either gives the prompt")
     for flag, is_given, why in (
@@ -228,7 +230,7 @@ DESCRIPTIONS = {
 def _text(p: Parser) -> None:
     what = p.add_argument_group("what to generate")
     what.add_argument(
-        "-p", "--prompt", type=values.words, metavar="TEXT", help="the prompt; without -p and -f, stdin is the prompt"
+        "-p", "--prompt", type=values.words, metavar="TEXT", help="the prompt; - is stdin, as without -p and -f"
     )
     what.add_argument("-f", "--file", type=values.source, metavar="FILE", help="read the prompt from FILE")
     what.add_argument("-cnv", "--chat", action="store_true", help="talk in turns; /help lists the commands")
@@ -241,6 +243,13 @@ def _text(p: Parser) -> None:
         type=values.words,
         metavar="TEXT",
         help="fill the gap between the prompt and this text, with a model that has the tokens of fill-in-the-middle",
+    )
+    what.add_argument(
+        "-j",
+        "--json-schema",
+        type=values.schema,
+        metavar="SCHEMA",
+        help='reply with JSON of this JSON schema, such as \'{"type": "array"}\'',
     )
     model = p.add_argument_group("model")
     flags.model(model)

@@ -25,11 +25,35 @@ NEGATIVE = re.compile(r"-(\.?\d|inf)")  # the beginning of a value, such as -1GB
 BACKENDS = ("cuda", "mlx", "numpy")
 COMPRESSION = ("off", "auto", "always")
 DEFAULT_MODEL = "demo"
-ELSEWHERE = {  # what flags of llama.cpp and vLLM are here
+ELSEWHERE = {  # what flags of llama.cpp, mlx-lm and vLLM are here
     **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), "leave it out: a GPU holds the whole model"),
     **dict.fromkeys(("-t", "--threads"), "leave it out: all cores are used"),
     **dict.fromkeys(("-fa", "--flash-attn"), "leave it out: there is no other attention to choose"),
     **dict.fromkeys(("--alias", "--served-model-name"), "leave it out: every name in a request means the served model"),
+    **dict.fromkeys(("--mlock", "--mmap", "--no-mmap"), "leave it out: files are always mapped into memory"),
+    **dict.fromkeys(
+        ("-b", "--batch-size", "-ub", "--ubatch-size"), "leave it out: steps have the size that suits them"
+    ),
+    **dict.fromkeys(("--dtype", "--quantization"), "leave it out: the model's files state the formats of weights"),
+    **dict.fromkeys(("-i", "--interactive", "--interactive-first"), "it is --chat"),
+    **dict.fromkeys(("-no-cnv", "--no-conversation", "--ignore-chat-template"), "it is --raw"),
+    **dict.fromkeys(("-v", "--verbose"), "--stats prints figures"),
+    **dict.fromkeys(("-ncmoe", "--n-cpu-moe", "-cmoe", "--cpu-moe", "-ot", "--override-tensor"), "it is --spark"),
+    **dict.fromkeys(("-mg", "--main-gpu"), "it is --devices N"),
+    **dict.fromkeys(("-ts", "--tensor-split"), "it is --split X,X"),
+    **dict.fromkeys(("--grammar", "--grammar-file"), "of constraints it takes --json-schema SCHEMA"),
+    **dict.fromkeys(("--prompt-cache", "--prompt-cache-file"), "it is --cache-dir DIR"),
+    **dict.fromkeys(
+        ("--reasoning-budget", "--chat-template-kwargs"), "--think and --no-think turn reasoning on and off"
+    ),
+    **dict.fromkeys(
+        ("--mirostat", "--typical", "--xtc-probability", "--dry-multiplier"), "it is not supported: try --min-p"
+    ),
+    **dict.fromkeys(("--lora", "--adapter-path"), "adapters are not supported: merge it into the model"),
+    "--mmproj": "images are not supported",
+    "--hf-file": "it is -hf owner/repo/FILE",
+    "--trust-remote-code": "leave it out: no code of a repository is run",
+    "--stream": "leave it out: replies are always streamed",
     "--jinja": "leave it out: the model's chat template is always used",
     "--max-model-len": "it is --ctx N",
     "--max-num-seqs": "it is --parallel N",
@@ -123,9 +147,14 @@ class Parser(argparse.ArgumentParser):
             action = self._option_string_actions.get(flag)
             if action is None and not takes_value and (flag.startswith("--") or SHORT.fullmatch(flag)):
                 near = get_close_matches(flag, self._option_string_actions, 1, 0.8)
-                hint = self.hints.get(flag) or (f"did you mean {near[0]}?" if near else None)
+                hint = self._hint(flag) or (f"did you mean {near[0]}?" if near else None)
                 self.error(f"unrecognized arguments: {flag}{f'; {hint}' if hint else ''}")
             takes_value = action is not None and action.nargs is None and word == flag
+
+    def _hint(self, flag: str) -> str | None:
+        """Return what a flag of another program is here; None where this parser lacks what the hint names."""
+        hint = self.hints.get(flag, "")
+        return hint if set(re.findall(r"(?<!\S)--[\w-]+", hint)) <= self._option_string_actions.keys() else None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
@@ -384,7 +413,16 @@ def window(p: Any) -> None:
 
 
 def model(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
-    p.add_argument("-m", "-hf", "--model", default=DEFAULT_MODEL, metavar="MODEL", help=f"{MODEL_HELP} (default: demo)")
+    p.add_argument(
+        "-m",
+        "-hf",
+        "--hf-repo",
+        "--model",
+        dest="model",
+        default=DEFAULT_MODEL,
+        metavar="MODEL",
+        help=f"{MODEL_HELP} (default: demo)",
+    )
     p.add_argument(
         "-c",
         "--ctx-size",

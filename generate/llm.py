@@ -19,12 +19,22 @@ from tqdm.auto import tqdm
 from common import rules
 from common.attention_scores import attention_to
 from common.checkpoint import Checkpoint, open_checkpoint
-from common.checks import check_fits, check_not_empty, check_tokens, default_spec, default_window, speculation_of
+from common.checks import (
+    check_fits,
+    check_head,
+    check_not_empty,
+    check_tokens,
+    default_spec,
+    default_window,
+    speculation_of,
+)
 from common.decode.registry import check as check_decoder
-from common.embeddings import POOLINGS, embed, stated_pooling
+from common.embeddings import embed
 from common.engine import Engine
 from common.errors import BimetalError, UsageError
 from common.expert_stats import ExpertStats
+from common.grammar import Grammars
+from common.guide import Guide
 from common.histogram import Histogram
 from common.hub import resolve_model
 from common.infill import Gap, gap_prompt
@@ -32,6 +42,7 @@ from common.keywords import takes_options
 from common.models import Model
 from common.options import ChatOptions, GenerationOptions, LoadOptions, Sampling, TextOptions
 from common.pieces import Logprob, Piece, PieceParser
+from common.pooling import POOLINGS, Pooling, stated_pooling, states_unit
 from common.prefix_cache import PrefixCache
 from common.reading import Turns
 from common.recommended import Recommended, recommended_sampling
@@ -39,11 +50,13 @@ from common.reply import ReplyParser
 from common.sampling import Sampler
 from common.scores import logits_of, score
 from common.sequence import Call
+from common.text_grammar import text_grammar
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.turns import Render, reply_header, turns_of
 from common.warm_up import Size, warm_sizes
 from generate.activity import Activity, activity_of, matched_tokens
 from generate.backends import Placement, check_draft, choose, leave_thread
+from generate.list_methods import Message, Prompt, chats, generates
 from generate.loading import load_all, make_room, resolve_draft
 from generate.machines import check_load, is_follower
 from generate.notebook import in_notebook, model_card
@@ -57,8 +70,6 @@ MOST_HEADERS = 64  # headers of replies that are remembered, by template and its
 BUSY = 1  # seconds between two tests of whether calls run
 AHEAD = 4  # submitted replies of a list, as a multiple of those that run at once: no slot waits for the oldest
 PROMPTS, CONVERSATIONS = (str, Gap, list, tuple, np.ndarray), (list, tuple)  # the types of each of a list of them
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
 
 
 def warm_up_beside(llm: "LLM") -> None:
@@ -222,7 +233,7 @@ class LLM:
         check_one("stream", prompt)
         return Stream(self._owner, self._starter(self._prepare_text(prompt, options), options))
 
-    @takes_options(TextOptions)
+    @generates(TextOptions)
     def generate(self, prompt: Any, options: TextOptions) -> Any:
         """Generate the whole reply to `prompt` (text, token ids or a Gap), or to each of a list of them.
 
@@ -243,7 +254,7 @@ class LLM:
         check_one("stream_chat", messages)
         return Stream(self._owner, self._starter(self._prepare_chat(messages, options), options))
 
-    @takes_options(ChatOptions)
+    @chats(ChatOptions)
     def chat(self, messages: Any, options: ChatOptions) -> Any:
         """Generate the assistant's whole reply to `messages`, or to each of a list of conversations.
 
@@ -307,24 +318,52 @@ class LLM:
         """Generate a reply to a prompt that was prepared before, for `async for`."""
         return AsyncStream(self._owner, self._starter(prompt, options))
 
+    def guide(
+        self,
+        *,
+        schema: Mapping[str, Any] | bool | None = None,
+        regex: str | None = None,
+        choices: Sequence[str] | None = None,
+        grammar: str | None = None,
+    ) -> Callable[[], Guide]:
+        """Make a value of the option `guide`, for any number of calls: a reply is what the one given argument allows.
+
+        It applies from the first token: turn off reasoning. Raises UsageError for what llguidance (extra `grammar`)
+        cannot follow.
+
+        schema   JSON of this JSON schema; True: any JSON
+        regex    text that matches this regular expression in whole, in the syntax of Rust's package regex
+        choices  one of these texts
+        grammar  text of this grammar, in GBNF (llama.cpp) or in llguidance's dialect of Lark
+        """
+        return self._grammars.guide(text_grammar(schema, regex, choices, grammar))
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.vocab_size)
+
     def render(self, messages: Sequence[Message], tools: Any = None, think: bool | None = None, **template: Any) -> str:
         """Render `messages` by the model's chat template, up to where the assistant's reply begins."""
         return self.tokenizer.chat_prompt(messages, tools, think=think, **template).text
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
-    def logits(self, prompt: Prompt) -> np.ndarray:
-        """Compute the logits after each token of `prompt` (text or token ids): (T, vocab) float32."""
-        ids = self._ids(prompt)
-        return self._submit_steps(lambda model: logits_of(model, ids, self.context)).result()
+    def logits(self, prompt: Prompt, last: int | None = None) -> np.ndarray:
+        """Compute the logits after each token of `prompt` (text or token ids): (T, vocab) float32.
 
-    async def alogits(self, prompt: Prompt) -> np.ndarray:
-        """Compute the logits after each token of `prompt` (text or token ids): (T, vocab) float32, awaited."""
-        ids = self._ids(prompt)
-        return await asyncio.wrap_future(self._submit_steps(lambda model: logits_of(model, ids, self.context)))
+        last  only those after the last so many tokens; None: all
+        """
+        check_one("logits", prompt)
+        return self._submit_steps(self._logits(prompt, last)).result()
+
+    async def alogits(self, prompt: Prompt, last: int | None = None) -> np.ndarray:
+        """Compute the logits after each token of `prompt` (text or token ids), as `logits` does, awaited."""
+        check_one("alogits", prompt)
+        return await asyncio.wrap_future(self._submit_steps(self._logits(prompt, last)))
 
     def score(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
         """Compute log-probabilities of each token of `prompt` (text or ids) but the first, with `top` alternatives."""
+        check_one("score", prompt)
         return self._submit_steps(self._scoring(prompt, top)).result()
 
     async def ascore(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
@@ -332,6 +371,7 @@ class LLM:
 
         Cancelling the task that waits ends the work at the next step.
         """
+        check_one("ascore", prompt)
         return await asyncio.wrap_future(self._submit_steps(self._scoring(prompt, top)))
 
     def attention_to(self, tokens: Sequence[int], queries: int, cancel: threading.Event | None = None) -> np.ndarray:
@@ -344,7 +384,9 @@ class LLM:
         return self._submit_steps(job).result()
 
     def embed(self, prompt: Any, pooling: str | None = None) -> np.ndarray:
-        """Compute the embedding of `prompt` (text or token ids), (hidden,) float32 of length 1; of a list (n, hidden).
+        """Compute the embedding of `prompt` (text or token ids), (hidden,) float32; of a list (n, hidden).
+
+        Its length is 1, unless the modules.json of the model's folder has no normalization.
 
         pooling  the hidden state after the last norm of the "last" token, or their "mean"; None: as the model's files
                  state, else "last"
@@ -359,6 +401,7 @@ class LLM:
 
         Cancelling the task that waits ends the work at the next step.
         """
+        check_one("aembed", prompt)
         return await asyncio.wrap_future(self._submit_steps(self._embedding(prompt, pooling)))
 
     def matched_tokens(self, prompt: Prompt) -> int:
@@ -462,6 +505,11 @@ class LLM:
         self._check_open()
         return self._owner.submit(run())
 
+    def _logits(self, prompt: Prompt, last: int | None) -> Callable[[Model], Generator[None, None, np.ndarray]]:
+        """Check the arguments of `logits`; return its steps, as a function of the model."""
+        last, ids = None if last is None else rules.whole(1).accept("last", last), self._ids(prompt)
+        return lambda model: logits_of(model, ids, self.context, last)
+
     def _scoring(self, prompt: Prompt, top: int) -> Callable[[Model], Generator[None, None, list[Logprob]]]:
         """Check the arguments of `score`; return its steps, as a function of the model."""
         top, ids = rules.whole(0).accept("top", top), self._ids(prompt)
@@ -471,11 +519,16 @@ class LLM:
     def _stated_pooling(self) -> str:
         return stated_pooling(open_checkpoint(self.path))
 
+    @cached_property
+    def _states_unit(self) -> bool:
+        return states_unit(open_checkpoint(self.path))
+
     def _embedding(self, prompt: Prompt, pooling: str | None) -> Callable[[Model], Generator[None, None, np.ndarray]]:
         """Check the arguments of `embed`; return its steps, as a function of the model."""
         chosen = self._stated_pooling if pooling is None else pooling
-        chosen, ids = rules.one_of(*POOLINGS).accept("pooling", chosen), self._ids(prompt)
-        return lambda model: embed(model, ids, self.context, chosen)
+        how = Pooling(rules.one_of(*POOLINGS).accept("pooling", chosen), self._states_unit)
+        ids = self._ids(prompt)
+        return lambda model: embed(model, ids, self.context, how)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -539,6 +592,7 @@ class LLM:
 
         def start(put: Callable[[Any], None], cancel: threading.Event) -> None:
             self._check_open()
+            check_head(self._engine.model.config)
             prefill, parse = PrefillBar(), PieceParser(prompt.parser and prompt.parser())
 
             def put_parsed(piece: Piece) -> None:
@@ -586,7 +640,7 @@ def check_one(method: str, value: Any) -> None:
     """Refuse a list of prompts or conversations, of which `method` takes one: UsageError."""
     chats = "chat" in method
     if is_many(value, CONVERSATIONS if chats else PROMPTS):
-        what, lists = ("conversation", "chat") if chats else ("prompt", "generate")
+        what, lists = ("conversation", "chat") if chats else ("prompt", "embed" if "embed" in method else "generate")
         raise UsageError(
             f"{method} takes one {what}, and is given a list of {len(value)}; {lists} takes lists, and calls of "
             f"{method} run side by side"

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from common.amounts import counted
 from common.checkpoint import files_of, open_checkpoint
+from common.checks import check_head
 from common.errors import BimetalError, UsageError
 from common.files import check_output
 from common.hub import resolve_model
@@ -84,7 +85,9 @@ def read_text(path: Path) -> str:
 def _load(path: Path, args: argparse.Namespace) -> tuple[Model, Tokenizer]:
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
-    return open_model(checkpoint, args.backend, progress=True, placement=placement_of(args)), tokenizer
+    model = open_model(checkpoint, args.backend, progress=True, placement=placement_of(args))
+    check_head(model.config)
+    return model, tokenizer
 
 
 def _exact_tokens(model: Model) -> int:

@@ -11,7 +11,7 @@ from common.errors import BimetalError, UsageError
 from common.infill import without_tokens
 from common.tokenizer import Tokenizer
 from generate.interrupts import INTERRUPTED
-from generate.llm import LLM
+from generate.llm import LLM, Prepared
 from generate.perplexity import read_text
 from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show, tell_sampling
 
@@ -25,11 +25,15 @@ def run(args: argparse.Namespace) -> int:
             start = partial(llm.stream, prompt, suffix=args.suffix)
         else:
             messages = [*system_message(args.system), {"role": "user", "content": prompt}]
-            start = partial(llm.stream_chat, messages, think=args.think, parse_special=args.parse_special)
+            how = {"think": args.think, "parse_special": args.parse_special}
+            if args.json_schema is not None:
+                _check_answers(llm.prepare_chat(messages, **how))
+            start = partial(llm.stream_chat, messages, **how)
+        guide = None if args.json_schema is None else llm.guide(schema=args.json_schema)
         tell_sampling(llm, args.options)
         with (
             Waiting() as waiting,
-            start(**args.options, on_prefill=waiting.update) as stream,
+            start(**args.options, guide=guide, on_prefill=waiting.update) as stream,
             cancelled_by_ctrl_c(stream, once=True),
         ):
             show(stream, waiting)
@@ -37,6 +41,12 @@ def run(args: argparse.Namespace) -> int:
         if args.stats and stream.stats:
             print(figures(stream.stats), file=sys.stderr)
         return INTERRUPTED if stream.finish_reason == "cancelled" else 0
+
+
+def _check_answers(prompt: Prepared) -> None:
+    """Refuse a prompt whose reply begins with reasoning, which would have to follow the schema: UsageError."""
+    if prompt.parser is not None and prompt.parser().in_reasoning:
+        raise UsageError("--json-schema: the model's chat template begins replies with reasoning; give --no-think")
 
 
 def check_template(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
@@ -86,7 +96,7 @@ def decoded(read: Callable[[], str], what: str) -> str:
 
 def _prompt(args: argparse.Namespace) -> str:
     """Return the text of --prompt, of the file of --file, or of stdin; raises BimetalError."""
-    if args.prompt is not None:
+    if args.prompt not in (None, "-"):
         return str(args.prompt)
     if args.file is None:
         return _stdin()

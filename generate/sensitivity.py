@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.checkpoint import files_of
+from common.checks import check_head
 from common.errors import UsageError
 from common.files import check_output, rewrite
 from common.models import Model
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace, job: Job) -> int:
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
     ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
     model = open_model(checkpoint, args.backend, progress=True)
+    check_head(model.config)
     windows = cut_windows(
         ids[: args.max_tokens], window_size(args, model), tokenizer.bos_id if tokenizer.add_bos else None
     )

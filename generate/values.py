@@ -1,9 +1,11 @@
 """Parse the values of flags: each function reads the typed text, or raises argparse.ArgumentTypeError in a sentence."""
 
 import argparse
+import json
 import os
 import re
 from itertools import pairwise
+from typing import Any
 from urllib.parse import urlsplit
 
 from common.options import MOST_DRAFTED, MOST_TOKENS
@@ -45,6 +47,17 @@ def words(text: str) -> str:
         return os.fsencode(text).decode("utf-8")
     except UnicodeDecodeError as error:
         raise argparse.ArgumentTypeError(f"is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def schema(text: str) -> dict[str, Any] | bool:
+    """Return a JSON schema."""
+    try:
+        value = json.loads(words(text))
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not JSON: {error}") from None
+    if not isinstance(value, dict | bool):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not an object, as JSON schemas are")
+    return value
 
 
 def source(text: str) -> str:

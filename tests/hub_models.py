@@ -20,6 +20,8 @@ SAFETENSORS = {
     "chat_template.jinja": b"{{ messages }}",
     "model.safetensors.index.json": b'{"weight_map": {"a": "model-00001-of-00002.safetensors",'
     b' "b": "model-00002-of-00002.safetensors"}}',
+    "modules.json": b'[{"of": "modules"}]',
+    "1_Pooling/config.json": b'{"of": "pooling"}',
     "model-00001-of-00002.safetensors": BODY,
     "model-00002-of-00002.safetensors": BODY[::-1],
 }

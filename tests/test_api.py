@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 import warnings
 import weakref
 from contextlib import suppress
@@ -113,6 +114,15 @@ def test_questions_about_a_prompt_take_what_a_prompt_may_be(llm):
         llm.attention_to([1, 2, 3], 0)
     with pytest.raises(UsageError, match="top is -1; it must be a whole number of at least 0"):
         llm.score("hello", top=-1)
+
+
+def test_logits_of_the_last_tokens_alone(llm):
+    logits = llm.logits("hello")
+    for last in (1, 3, 99):
+        assert np.allclose(llm.logits("hello", last=last), logits[-last:], atol=1e-5)
+    assert np.allclose(asyncio.run(llm.alogits("hello", last=1)), logits[-1:], atol=1e-5)
+    with pytest.raises(UsageError, match="last is 0; it must be a whole number of at least 1"):
+        llm.logits("hello", last=0)
 
 
 def test_scores_are_those_of_the_logits(llm):
@@ -380,7 +390,8 @@ def test_messages_are_a_list(llm, entry, messages):
         ([5, -1], "token id -1 is outside"),
         ([1.5], "the prompt has a token id 1.5; it must be a whole number"),
         ([True], "the prompt has a token id True"),
-        ([5, "a"], "the prompt has a token id 'a'"),
+        ([5, "a"], "the prompt has the text 'a' among token ids"),
+        (MESSAGES, "the prompt is a list of messages; calls whose names have chat take these"),
         (np.array([[1, 2]]), r"the prompt has a token id \[1, 2\]"),
         (b"hello", "the prompt is b'hello'; it must be text or a sequence of token ids"),
         (None, "the prompt is None; it must be text"),
@@ -398,7 +409,13 @@ def test_every_entry_checks_the_prompt(llm, entry, prompt, message):
         asyncio.run(call())
 
 
-@pytest.mark.parametrize("entry", ["stream", "astream", "agenerate", "stream_chat", "astream_chat", "achat"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *("stream", "astream", "agenerate", "stream_chat", "astream_chat", "achat"),
+        *("logits", "alogits", "score", "ascore", "aembed"),
+    ],
+)
 def test_what_takes_one_prompt_refuses_several(llm, entry):
     """The first of them was called a token id, or a message."""
     many = [MESSAGES, MESSAGES] if "chat" in entry else ["hello", [5, 6]]
@@ -407,7 +424,7 @@ def test_what_takes_one_prompt_refuses_several(llm, entry):
         result = getattr(llm, entry)(many)
         return await result if asyncio.iscoroutine(result) else result
 
-    taker = "chat" if "chat" in entry else "generate"
+    taker = "chat" if "chat" in entry else "embed" if "embed" in entry else "generate"
     with pytest.raises(UsageError, match=f"^{entry} takes one .*, and is given a list of 2; {taker} takes lists"):
         asyncio.run(call())
 
@@ -489,6 +506,18 @@ def test_a_guide_that_fails_ends_its_reply_alone(llm, raised):
     with pytest.raises(BimetalError, match=r"^the guide of the reply failed: (SystemExit: 3|ValueError: lost)"):
         llm.generate("guided", max_tokens=20, guide=Guide)
     assert [other.reply().finish_reason for other in others] == ["length"] * 2
+
+
+@pytest.mark.parametrize("allowed", [[True] * 260, np.zeros(3, bool), np.ones(260, np.int8)])
+def test_a_guide_that_returns_no_mask_is_named(llm, allowed):
+    guide = SimpleNamespace(allowed=lambda: allowed, accept=lambda token: None)
+    with pytest.raises(UsageError, match=r"^the guide allowed .*; it must return an array of bool, \(\d+,\)"):
+        llm.generate("x", max_tokens=2, guide=lambda: guide)
+
+
+def test_a_reweigh_that_fails_is_named(llm):
+    with pytest.raises(BimetalError, match=r"^the function reweigh of the reply failed: ZeroDivisionError"):
+        llm.generate("x", max_tokens=2, reweigh=lambda weights: 1 // 0)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -941,3 +970,11 @@ def test_a_closed_event_loop_is_freed_with_what_it_never_fetched():
     gc.collect()
     assert freed() is None
     assert not inboxes
+
+
+def test_packages_say_that_they_state_types():
+    """Editors and mypy take every call for Any without the file; tests/typed_calls.py has the types."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for package in ("bimetal", "generate", "common"):
+        assert (ROOT / package / "py.typed").is_file()
+        assert "py.typed" in settings[package]

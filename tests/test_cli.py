@@ -69,7 +69,9 @@ def test_a_prompt_streams_to_stdout_and_nothing_else(run):
 
 
 def test_stdin_is_the_prompt(run):
-    assert run("-n", "8", stdin="hi")[1] == run("--prompt", "hi", "-n", "8")[1]
+    expected = run("--prompt", "hi", "-n", "8")[1]
+    assert run("-n", "8", stdin="hi")[1] == expected
+    assert run("--prompt", "-", "-n", "8", stdin="hi")[1] == expected
 
 
 def test_a_prompt_in_a_file(run, tmp_path):
@@ -186,7 +188,11 @@ def test_seed_and_stop(run):
         (["--frequency-penalty", "-inf"], "frequency_penalty is -inf; it must be a finite number"),
         (["-ngl", "99"], "unrecognized arguments: -ngl; leave it out: a GPU holds the whole model; see"),
         (["-t", "4"], "unrecognized arguments: -t; leave it out: all cores are used; see"),
-        (["-no-cnv"], "unrecognized arguments: -no-cnv; see"),
+        (["--mlock"], "unrecognized arguments: --mlock; leave it out: files are always mapped into memory; see"),
+        (["-i"], "unrecognized arguments: -i; it is --chat; see"),
+        (["--grammar", "x"], "unrecognized arguments: --grammar; of constraints it takes --json-schema SCHEMA; see"),
+        (["--adapter-path", "x"], "--adapter-path; adapters are not supported: merge it into the model; see"),
+        (["-no-cnv"], "unrecognized arguments: -no-cnv; it is --raw; see"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--chat"], "--chat and --prompt exclude each other"),
         (["--raw", "--system", "x"], "--system and --raw exclude each other"),

@@ -159,6 +159,10 @@ def test_numbers_of_numpy_are_numbers():
     ("method", "name", "hint"),
     [
         ("generate", "max_new_tokens", "did you mean max_tokens?"),
+        ("generate", "json_schema", "did you mean guide?"),
+        ("chat", "response_format", "did you mean guide?"),
+        ("generate", "n", "a list that has the prompt n times gives n replies"),
+        ("generate", "system", "chat takes"),
         ("generate", "tempreature", "did you mean temperature?"),
         ("generate", "top_logprobs", "did you mean logprobs?"),
         ("stream", "n_ctx", "ctx is an option of load"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 HIDDEN, LAYERS, HEADS, HEAD_DIM, FFN, CONTEXT = 32, 2, 4, 8, 48, 256
 END, MASK = "<|im_end|>", "<|mask|>"
@@ -65,6 +66,14 @@ def write(
     )
     save_file(_weights(np.random.default_rng(seed), len(vocabulary), masked), folder / "model.safetensors")
     return folder
+
+
+def end_texts(folder: Path) -> None:
+    """Let the tokenizer in `folder` end each text with the end token, as Qwen3-Embedding's does."""
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    special = [(END, backend.token_to_id(END))]
+    backend.post_processor = TemplateProcessing(single=f"$A {END}", pair=None, special_tokens=special)
+    backend.save(str(folder / "tokenizer.json"))
 
 
 def _weights(rng: np.random.Generator, tokens: int, masked: bool) -> dict[str, np.ndarray]:

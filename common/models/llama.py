@@ -36,6 +36,7 @@ class Config:
     context: int
     tied: bool
     mask_id: int | None = None  # of WeDLM: the token id of a masked position
+    has_head: bool = True  # whether there are logits: some models of embeddings have none
     ranks: Ranks = ONE  # ranks that share heads and channels; the numbers above are this rank's share
     kv_ranks: Ranks = ONE  # ranks that hold different KV heads
 
@@ -72,6 +73,7 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     keys.expect("rope_parameters.partial_rotary_factor", 1.0)
     layers = keys.size("num_hidden_layers")
     sizes = head_sizes(checkpoint, keys, layers)
+    is_tied, has_own = keys.read("tie_word_embeddings", bool, False), "lm_head.weight" in checkpoint.tensors
     return Config(
         architecture=keys.read("model_type", str),
         vocab=keys.size("vocab_size"),
@@ -81,9 +83,15 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
         eps=keys.positive("rms_norm_eps", 1e-6),
         rope=hf_rope(keys, sizes["head_dim"]),
         context=keys.size("max_position_embeddings"),
-        tied=keys.read("tie_word_embeddings", bool, False) and "lm_head.weight" not in checkpoint.tensors,
+        tied=not has_own and (is_tied or _is_base(checkpoint)),
+        has_head=has_own or is_tied or not _is_base(checkpoint),
         mask_id=_mask_id(keys) if checkpoint.config["model_type"] == "wedlm" else None,
     )
+
+
+def _is_base(checkpoint: Checkpoint) -> bool:
+    """Test whether the folder was saved without the class around the network, as models of embeddings are."""
+    return "embed_tokens.weight" in checkpoint.tensors
 
 
 def _mask_id(keys: Keys) -> int | None:
@@ -128,14 +136,15 @@ def _gguf_mask_id(checkpoint: Checkpoint, keys: Keys) -> int:
 
 def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     dialect = "gguf" if checkpoint.format == "gguf" else "hf"
+    base = "" if _is_base(checkpoint) else "model."
     tensor = Names(dialect, "", checkpoint.tensors)
-    embed = tensor("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
+    embed = tensor(base + "embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
     top: Table = {
         "embed": Matrix(embed),
-        "norm": Vector(tensor("model.norm.weight", "output_norm.weight", (c.hidden,))),
+        "norm": Vector(tensor(base + "norm.weight", "output_norm.weight", (c.hidden,))),
         "head": head_weight(c, embed, tensor("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
     }
-    prefix = "blk.{}." if dialect == "gguf" else "model.layers.{}."
+    prefix = "blk.{}." if dialect == "gguf" else base + "layers.{}."
     names = [Names(dialect, prefix.format(i), checkpoint.tensors) for i in range(c.layers)]
     return Layout(top, [_layer_weights(c, tensor) for tensor in names], _ignored)
 

@@ -1,7 +1,6 @@
 """Constraints on a reply's form: JSON of a schema, a grammar, a tool call, or reasoning of bounded length."""
 
 import json
-import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from common.call_grammar import call_rules, reply_grammar
 from common.errors import UsageError
 from common.rules import Rule, many, texts, whole
+from common.text_grammar import choices_grammar, regex_grammar
 from common.tools import Syntax, schemas, syntax_of
 from generate.server.conversation import MOST_TOOLS
 from generate.server.errors import ApiError
@@ -128,15 +128,14 @@ def _json(fields: Fields, key: str) -> Form:
 
 def _regex(fields: Fields, key: str) -> Grammar:
     """Read a regular expression that the whole reply must match."""
-    pattern = re.sub(r"\\.|/|\n", lambda at: {"/": r"\/", "\n": r"\n"}.get(at[0], at[0]), fields.need(key, TEXT))
-    return Grammar(f"start: /{pattern}/\n", fields.name(key))
+    return Grammar(regex_grammar(fields.need(key, TEXT)), fields.name(key))
 
 
 def _choices(fields: Fields, key: str) -> Grammar:
     """Read the texts of which the reply must be one."""
     if not (found := fields.need(key, CHOICES)):
         raise fields.refuse(key, f"it must be {CHOICES.words}")
-    return Grammar(f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in found)}\n", fields.name(key))
+    return Grammar(choices_grammar(found), fields.name(key))
 
 
 def _language(fields: Fields, key: str) -> Grammar:

@@ -90,7 +90,10 @@ def _encoded(llm: LLM, key: str, text: Any, cuts: bool) -> list[int]:
         raise ApiError(400, str(error), param=key) from None
     if len(ids) > llm.context and not cuts:
         raise too_long(PromptTooLongError("", len(ids), llm.context), key)
-    return ids[: llm.context]
+    if len(ids) <= llm.context:
+        return ids
+    tail = llm.tokenizer.prompt_tail if isinstance(text, str) else []  # whose hidden state the embedding may be
+    return ids[: llm.context - len(tail)] + tail
 
 
 def openai(fields: Fields, facts: Facts, found: Found, tokens: int, seconds: float) -> dict[str, Any]:
@@ -109,19 +112,24 @@ def llama_cpp(fields: Fields, facts: Facts, found: Found, tokens: int, seconds: 
     """Answer to /embedding."""
     if fields.has("embd_normalize") and fields.values["embd_normalize"] != 2:
         raise fields.refuse("embd_normalize", "it must be 2: embeddings have the length 1")
-    return [{"index": at, "embedding": [each.tolist()]} for at, each in enumerate(found)]
+    return [{"index": at, "embedding": [_unit(each).tolist()]} for at, each in enumerate(found)]
 
 
 def ollama(fields: Fields, facts: Facts, found: Found, tokens: int, seconds: float) -> dict[str, Any]:
     """Answer to /api/embed; times are in nanoseconds."""
     _check_dimensions(fields, found)
-    body = {"model": fields.text("model", ""), "embeddings": [each.tolist() for each in found]}
+    body = {"model": fields.text("model", ""), "embeddings": [_unit(each).tolist() for each in found]}
     return body | {"total_duration": int(1e9 * seconds), "load_duration": 0, "prompt_eval_count": tokens}
 
 
 def ollama_one(fields: Fields, facts: Facts, found: Found, tokens: int, seconds: float) -> dict[str, Any]:
     """Answer to /api/embeddings, which Ollama had before /api/embed."""
-    return {"embedding": found[0].tolist()}
+    return {"embedding": _unit(found[0]).tolist()}
+
+
+def _unit(embedding: np.ndarray) -> np.ndarray:
+    """Give an embedding the length 1, whatever the model's files state."""
+    return embedding / max(float(np.linalg.norm(embedding)), 1e-12)
 
 
 def _check_dimensions(fields: Fields, found: Found) -> None:

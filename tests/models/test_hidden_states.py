@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import tiny
 
+from common import scores
 from common.checkpoint import Checkpoint
-from common.embeddings import embed, stated_pooling
+from common.embeddings import embed
 from common.errors import BimetalError
 from common.ops import Ops
+from common.pooling import Pooling, stated_pooling
 from common.reference import NumpyOps
-from common.scores import completed
+from common.scores import completed, logits_of
 
 
 def head_of(name: str, hidden: np.ndarray) -> np.ndarray:
@@ -31,7 +33,7 @@ def test_the_head_makes_the_golden_logits_of_hidden_states(ops: Ops, name: str) 
     """The golden files are transformers' logits (tests/data/make_tiny_models.py)."""
     model, golden = tiny.load(name, ops), tiny.golden(name)
     ids = golden["ids"].tolist()
-    found = completed(embed(model, ids, len(ids), "last"))
+    found = completed(embed(model, ids, len(ids), Pooling("last")))
     assert found.dtype == np.float32
     assert np.linalg.norm(found) == pytest.approx(1, abs=1e-6)
     logits = head_of(name, found)
@@ -44,7 +46,7 @@ def test_the_mean_is_that_of_the_tokens_own_states(ops: Ops, name: str) -> None:
     """Of a prefix each: the hidden states of a causal model do not depend on later tokens."""
     model = tiny.load(name, ops)
     ids = tiny.golden(name)["ids"].tolist()[:6]
-    found = completed(embed(model, ids, 6, "mean"))
+    found = completed(embed(model, ids, 6, Pooling("mean")))
     rows = head_of(name, found)
     logits = tiny.run(model, model.new_state(6), np.asarray(ids))
     assert np.allclose(unit(rows), unit(logits.mean(axis=0)), atol=1e-4)  # the head is linear
@@ -53,10 +55,21 @@ def test_the_mean_is_that_of_the_tokens_own_states(ops: Ops, name: str) -> None:
 def test_a_text_of_several_steps(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.load("qwen35", ops)
     ids = tiny.golden("qwen35")["ids"].tolist()
-    whole = [completed(embed(model, ids, len(ids), pooling)) for pooling in ("last", "mean")]
+    whole = [completed(embed(model, ids, len(ids), Pooling(pooling))) for pooling in ("last", "mean")]
     monkeypatch.setattr(Ops, "prefill_rows", 5)
-    steps = [completed(embed(model, ids, len(ids), pooling)) for pooling in ("last", "mean")]
+    steps = [completed(embed(model, ids, len(ids), Pooling(pooling))) for pooling in ("last", "mean")]
     assert np.allclose(whole, steps, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen35"])
+def test_logits_of_the_last_tokens(ops: Ops, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny.load(name, ops), tiny.golden(name)["ids"].tolist()[:23]
+    whole = completed(logits_of(model, ids, 23))
+    monkeypatch.setattr(scores, "PREFILL_ROWS", 8)
+    for last in (1, 2, 7, 9, 22, 23, 99):
+        found = completed(logits_of(model, ids, 23, last))
+        assert found.shape == whole[-last:].shape
+        assert np.allclose(found, whole[-last:], atol=2e-4)
 
 
 def test_files_state_the_pooling(tmp_path) -> None:
@@ -74,6 +87,8 @@ def test_files_state_the_pooling(tmp_path) -> None:
     file.parent.mkdir()
     modes = {"word_embedding_dimension": 1024, "pooling_mode_cls_token": False, "include_prompt": True}
     file.write_text(json.dumps(modes | {"pooling_mode_mean_tokens": True}))
+    assert stated_pooling(folder) == "mean"
+    file.write_text(json.dumps({"embedding_dimension": 1024, "pooling_mode": "mean"}))
     assert stated_pooling(folder) == "mean"
     file.write_text(json.dumps(modes | {"pooling_mode_lasttoken": True}))
     assert stated_pooling(folder) == "last"

@@ -106,6 +106,34 @@ def test_refusals_in_python(client, tmp_path):
         llm.embed("abc")
 
 
+def test_a_text_that_is_cut_keeps_its_end_token(tmp_path):
+    """Its hidden state is the embedding of a model that pools the last token."""
+    folder = tiny_chat.write(tmp_path)
+    tiny_chat.end_texts(folder)
+    with generate.load(folder, backend="numpy") as llm:
+        *found, end = llm.tokenizer.encode("x" * (llm.context - 1))
+        assert [end] == llm.tokenizer.prompt_tail
+        body = client_of(llm, "tiny").post("/api/embed", json={"input": "x" * 300}).json()
+        assert (body["prompt_eval_count"], len(found)) == (llm.context, llm.context - 1)
+        assert np.allclose(body["embeddings"][0], llm.embed([*found, end]), atol=1e-6)
+
+
+def test_a_folder_without_a_normalization(tmp_path):
+    folder = tiny_chat.write(tmp_path)
+    (folder / "modules.json").write_text('[{"type": "sentence_transformers.models.Transformer"}]')
+    with generate.load(folder, backend="numpy") as llm:
+        found, client = llm.embed("abc"), client_of(llm, "tiny")
+        assert abs(np.linalg.norm(found) - 1) > 0.1
+        one = client.post("/v1/embeddings", json={"input": "abc"}).json()["data"][0]["embedding"]
+        assert np.allclose(one, found, atol=1e-5)
+        for path, of in (
+            ("/api/embed", lambda body: body["embeddings"][0]),
+            ("/embedding", lambda body: body[0]["embedding"][0]),
+        ):
+            unit = of(client.post(path, json={"input": "abc"}).json())
+            assert np.allclose(unit, found / np.linalg.norm(found), atol=1e-5)
+
+
 def test_a_draft_changes_no_embedding():
     with generate.load("demo", backend="numpy", draft="demo") as pair, generate.load("demo", backend="numpy") as plain:
         assert (pair.embed("def add(a, b):") == plain.embed("def add(a, b):")).all()
