@@ -20,7 +20,7 @@ ORACLES = {"mlx_lm", "torch", "transformers"}
 ENGINE = {
     f"common.{name}"
     for name in (
-        *("attention_scores", "checks", "embeddings", "engine", "joined_step", "row_runner"),
+        *("attention_scores", "checks", "draft_stretches", "embeddings", "engine", "joined_step", "row_runner"),
         *("scores", "sequence", "slot", "slots", "stretches", "suspended", "warm_up"),
     )
 }

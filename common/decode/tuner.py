@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 SECONDS_MEMORY, LENGTH_MEMORY = 32, 16  # steps over which the running means average
 FIRST = 3  # first steps of a size, of which only the fastest counts, where others may compile without being counted
 FIRST_RECORDED = 2  # where steps that compile are not recorded: the first replay of a captured step takes longer
+LENGTHS = 6  # steps of a size of draft tokens whose lengths are known before the size is compared with others
 GAP = 2  # steps after plain steps, which the draft's context lacks, whose lengths are not counted
 OUTLIER = 3  # times the mean: limit of a step's time
 TRIALS = {True: 6, False: 4}  # steps of a trial: of plain decoding (True), of a budget (False)
@@ -94,16 +95,30 @@ class Tuner:
 
     def _unmeasured(self, sizes: Sequence[int]) -> int | None:
         """Return one of `sizes` that must be measured before sizes are compared; None: nothing is missing."""
-        for size in (sizes[1], 0, sizes[min(len(self.sizes) // 3, 2, len(sizes) - 1)]):
+        for size in (sizes[1], 0):
             if not self._is_measured(size):
                 return size
-            if size == 0 and self.rate(0) > self.rate(sizes[1]):
-                break  # drafts do not pay; the first steps of a further size, which a backend may compile, cost most
-        return None
+        third = sizes[min(len(self.sizes) // 3, 2, len(sizes) - 1)]
+        if self.rate(0) > self.rate(sizes[1]):
+            # drafts do not pay; the first steps of a further size, which a backend may compile, cost most
+            third = sizes[2] if len(sizes) > 2 and self._prospect(sizes[2], sizes[1]) > self.rate(0) else 0
+        return None if self._is_measured(third) else third
+
+    def _prospect(self, size: int, known: int) -> float:
+        """Estimate the tokens per second of a size from the steps of a smaller one, `known`, as an upper bound.
+
+        A step is taken to be as long, and each draft token to be accepted as often after those before it.
+        """
+        low, high = 0.0, 1.0
+        for _ in range(20):  # the share of accepted tokens with which a chain of `known` has its length
+            share = (low + high) / 2
+            fits = sum(share**i for i in range(known + 1)) < self.lengths[known].value
+            low, high = (share, high) if fits else (low, share)
+        return sum(low**i for i in range(size + 1)) / max(self.seconds[known].value, 1e-9)
 
     def _is_measured(self, size: int) -> bool:
-        """Test whether a step of `size` was timed, and one counted whose draft had the tokens before it."""
-        return self.seconds[size].count > 0 and self.lengths[size].count > 0
+        """Test whether a step of `size` was timed, and enough were counted whose draft had the tokens before them."""
+        return self.seconds[size].count > 0 and self.lengths[size].count >= (LENGTHS if size else 1)
 
     def plain_steps(self) -> int:
         """Return the number of plain steps after `choose` returned 0 until it must be called again."""

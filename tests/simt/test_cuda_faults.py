@@ -53,13 +53,14 @@ KERNELS = {  # body of a kernel of one block of 64 threads, and what the engine 
 RUN = """
 import json, sys
 import cupy, numpy as np
+from cuda_backend.launch import Kernel, Stream
 code, count = json.load(sys.stdin)
-module, stream, said = cupy.RawModule(code, ()), cupy.cuda.Stream(), []
+module, stream, said = cupy.RawModule(code, ()), Stream(), []
 for n in range(count):
     x, out = np.arange(64, dtype=np.float32), np.empty(64, np.float32)
     try:
-        args = np.uint64(x.ctypes.data), np.uint64(out.ctypes.data)
-        module.get_function(f"kernel{n}")((1,), (64,), args, stream=stream)
+        kernel = Kernel(module.get_function(f"kernel{n}"), ("const float* x", "float* out"))
+        kernel((1,), (64,), (x.ctypes.data, out.ctypes.data), stream=stream)
         said.append("")
     except RuntimeError as error:
         said.append(str(error))
