@@ -9,6 +9,7 @@ SECONDS_MEMORY, LENGTH_MEMORY = 32, 16  # steps over which the running means ave
 FIRST = 3  # first steps of a size, of which only the fastest counts, where others may compile without being counted
 FIRST_RECORDED = 2  # where steps that compile are not recorded: the first replay of a captured step takes longer
 LENGTHS = 6  # steps of a size of draft tokens whose lengths are known before the size is compared with others
+PROMISING = 0.6  # share of plain decoding's rate above which a prospect, by so few lengths, is measured
 GAP = 2  # steps after plain steps, which the draft's context lacks, whose lengths are not counted
 OUTLIER = 3  # times the mean: limit of a step's time
 TRIALS = {True: 6, False: 4}  # steps of a trial: of plain decoding (True), of a budget (False)
@@ -101,7 +102,8 @@ class Tuner:
         third = sizes[min(len(self.sizes) // 3, 2, len(sizes) - 1)]
         if self.rate(0) > self.rate(sizes[1]):
             # drafts do not pay; the first steps of a further size, which a backend may compile, cost most
-            third = sizes[2] if len(sizes) > 2 and self._prospect(sizes[2], sizes[1]) > self.rate(0) else 0
+            hopes = len(sizes) > 2 and self._prospect(sizes[2], sizes[1]) > PROMISING * self.rate(0)
+            third = sizes[2] if hopes else 0
         return None if self._is_measured(third) else third
 
     def _prospect(self, size: int, known: int) -> float:
