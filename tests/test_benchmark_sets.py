@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -17,13 +18,17 @@ SCRIPT = Path(__file__).parents[1] / "examples" / "benchmarks" / "speculative.py
 ROWS = [{"question": f"What is {i} and {i}?", "answer": "x", "prompt": f"p{i}"} for i in range(9)]
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("benchmark_sets", SCRIPT)
+def loaded(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look
+    sys.modules[name] = module  # where dataclasses look
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def script():
+    return loaded("benchmark_sets", SCRIPT)
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +42,19 @@ def files(tmp_path_factory):
     prompts = folder / "questions.jsonl"
     prompts.write_text("\n".join(map(json.dumps, ROWS)))
     return target, draft, prompts
+
+
+def test_rates_of_several_replies(files, capsys, monkeypatch):
+    target, draft, prompts = files
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    streams = loaded("benchmark_streams", SCRIPT.with_name("streams.py"))
+    flags = ["--model", str(target), "--draft", str(draft), "--backend", "numpy", "--sets", str(prompts)]
+    assert (
+        streams.main([*flags, "--streams", "2", "--tokens", "6", "--rounds", "1", "--modes", "off,chain:3,tree"]) == 0
+    )
+    head, line = capsys.readouterr().out.splitlines()
+    assert head == "2 replies, tokens per second: off, chain:3, tree"
+    assert re.fullmatch(r"round 0: [\d,]+ \(1\.00\), [\d,]+ \([\d.]+\), [\d,]+ \([\d.]+\)", line)
 
 
 @pytest.mark.parametrize("sampling", [(), ("--temperature", "0.8", "--top-p", "0.95")])
