@@ -391,7 +391,7 @@ class Engine:
         drafting = [run for run in runs if run.options.drafts]
         most = self.schedule.most_drafted(len(drafting), len(runs) - len(drafting)) if drafting else None
         for run in drafting:
-            run.most_drafted = most
+            run.limit_drafts(most)
         for stretches in self._stretches:
             stretches.stop()
         self._stretches.clear()

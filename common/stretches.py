@@ -126,7 +126,8 @@ class Stretches:
 def _steps_left(stretch: Stretch) -> int:
     """Count the steps until a stretch ends; at least 1 of a stretch that has just been requested."""
     run = stretch.run
-    return min(stretch.remaining, run.state.capacity - run.state.length) if run.runs_ahead else 0
+    goes_on = run.runs_ahead and not run.reconsiders
+    return min(stretch.remaining, run.state.capacity - run.state.length) if goes_on else 0
 
 
 def _token(ops: Any, handle: Any) -> int | Exception:

@@ -56,12 +56,14 @@ def plain(
         token = yield Choose(logits, sampler)
     left = 0 if next_steps is not None else run.state.capacity
     while True:
+        if run.reconsiders:
+            left = 0
         if left and runs_ahead and run.runs_ahead and state.length < state.capacity:
             # the sampler counts no tokens: one that does is not the backend's to apply
             stretch = Stretch(run, token, logits, left, read)
             token = logits = ahead = None  # else they would keep the logits before the stretch
             yield stretch
-            token, logits, left = stretch.token, stretch.row, stretch.remaining
+            token, logits, left = stretch.token, stretch.row, 0 if run.reconsiders else stretch.remaining
             del stretch
         ahead, is_due, is_last = None, not left, False
         if left:

@@ -123,7 +123,8 @@ class Stretch:
         run = self.run
         run.state.commit(THE_ROW)
         self.token, self.row, self.remaining = done.sampled, done.logits, self.remaining - 1
-        return self.remaining > 0 and run.runs_ahead and run.state.length < run.state.capacity
+        left = min(self.remaining, run.state.capacity - run.state.length)
+        return left > 0 and run.runs_ahead and not run.reconsiders
 
 
 class TreeSource(Protocol):

@@ -132,6 +132,7 @@ class DecoderRun:
     unread  last tokens of the prompt that `state` lacks, which the first step reads: one, or of WeDLM several
 
     most_drafted  limit of draft tokens of the next step, set by the engine for the number of replies; None: no limit
+    reconsiders   whether to choose a budget at the next token, because a limit of 0 was lifted
     runs_ahead    whether a plain step may be requested before the newest token was read; cleared by the engine while it
                   reads several steps of prompts, behind whose steps the request would wait, and the token with it
 
@@ -151,7 +152,13 @@ class DecoderRun:
     wedlm: WedlmStats = field(default_factory=WedlmStats)
     unread: Sequence[int] = ()
     most_drafted: int | None = None
+    reconsiders: bool = False
     runs_ahead: bool = True
+
+    def limit_drafts(self, most: int | None) -> None:
+        """Set `most_drafted` for the next steps."""
+        self.reconsiders = self.reconsiders or (self.most_drafted == 0 and most != 0)
+        self.most_drafted = most
 
     def bounded(self, budget: int, sizes: Sequence[int] = ()) -> int:
         """Limit `budget` to `most_drafted`, and round it down to one of `sizes`, which include 0, if any are given."""

@@ -24,7 +24,7 @@ from common.models.pair import Pair
 from common.sampling import Ahead, Sampler
 from common.step import State, Step
 
-FULL_STRETCH = 128  # plain steps until the next choice of a budget, if other replies leave no row for a draft token
+UNLIMITED = 1 << 40  # plain steps where other replies leave no row for a draft token, until the run reconsiders
 LONG = 3  # minimum tokens of a match for which a lookup is preferred to a draft
 LOOKUPS = (0, 3, 7, 11, 15)
 LOOKUP_DEPTH = LOOKUPS[-1]
@@ -104,6 +104,7 @@ class Budgets:
 
     def choose(self) -> int:
         """Choose the number of draft tokens of the next step."""
+        self.run.reconsiders = False
         if self.run.most_drafted == 0:
             return 0
         if self.tuner is None:
@@ -113,7 +114,7 @@ class Budgets:
     def plain_steps(self) -> int:
         """Return the number of plain steps after `choose` returned 0 until it must be called again."""
         if self.run.most_drafted == 0:
-            return FULL_STRETCH
+            return UNLIMITED
         return STRETCH if self.tuner is None else self.tuner.plain_steps()
 
     def record(self, size: int, path: Sequence[int], seconds: float, switched: bool = False, steps: int = 1) -> None:
@@ -191,7 +192,7 @@ class PlainStretches:
     def next_steps(self) -> int:
         """Choose a budget where one is due; return the steps until the next call, -1 to end plain decoding."""
         left = self.due - len(self.read)
-        if left <= 1:
+        if left <= 1 or self.run.reconsiders:
             self.budget = self.budgets.choose()
             left = self.budgets.plain_steps() + 1
             self.due = len(self.read) + left
