@@ -67,6 +67,8 @@ class DraftStretches:
         pair, count = self.runner.model, self.stretches[0].budget
         if not (self._is_greedy_chain and isinstance(pair, Pair) and 0 < count <= pair.block_tokens):
             return 0
+        if self.states[0].pool is None:  # a backend that reads them for `draft_chains`
+            return 0
         fit = [state.capacity - state.length > count for state in self.states]
         if not all(fit) or any([stretch.budget != count for stretch in self.stretches]):
             return 0

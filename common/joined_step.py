@@ -55,19 +55,13 @@ class JoinedStep(Step):
 
     @classmethod
     def of_equal_runs(
-        cls, tokens: Any, starts: Sequence[int], rows: int, slots: Sequence[int] | None, is_block: bool = False
+        cls, tokens: Any, starts: Sequence[int], rows: int, slots: Sequence[int], is_block: bool = False
     ) -> "JoinedStep":
-        """Join steps of `rows` rows each from positions `starts`, all of them chains, or blocks.
-
-        slots  of the sequences of a pool, whose steps need no parts; None: 0, 1, 2, ...
-        """
-        count, parts = len(starts), list[Step]()
-        if slots is None:
-            slots, make = range(count), Step.block if is_block else Step.chain
-            parts = [make(range(rows), start) for start in starts]
+        """Join steps of `rows` rows each from positions `starts`, all of them chains, or blocks, of slots of a pool."""
+        count = len(starts)
         places = _places((rows,) * count, tuple(slots))
         positions = np.add.outer(np.array(starts, np.int32), np.arange(rows, dtype=np.int32)).reshape(-1)
-        return cls(tokens, positions, None if is_block else _chains(count, rows), places.slots, parts, places.runs)
+        return cls(tokens, positions, None if is_block else _chains(count, rows), places.slots, (), places.runs)
 
 
 class Places(NamedTuple):

@@ -230,13 +230,12 @@ class RowRunner:
         """Return a function of each state's newest token, which drafts `count` tokens after it and verifies them.
 
         The host need not read the drafts in between. The function returns the tokens (n,) int32 and the logits
-        (n, vocab) of 1 + count rows of each state: its newest token, and the drafted ones. The draft is one whose
-        passes give `block_tokens`, at least `count`.
+        (n, vocab) of 1 + count rows of each state: its newest token, and the drafted ones. The states are of a pool,
+        and the draft is one whose passes give `block_tokens`, at least `count`.
         """
-        pair, pool = cast(Pair, self.model), states[0].pool
+        pair, slots = cast(Pair, self.model), [state.slot for state in states]
         masks = np.tile(pair.pass_step(0, 0).tokens, (len(states), 1))
         rows, first = masks.shape[1], pair.rows_of_each(0, masks.shape[1]).start
-        slots = None if pool is None else [state.slot for state in states]
 
         def verified(newest: list[int]) -> tuple[Array, Array]:
             starts, inputs = [state.length for state in states], masks.copy()

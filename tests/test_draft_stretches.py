@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tiny
-from test_engine import CONTEXT, AheadOps, Ids, Reply, alone, drain, prompts_of, submit
+from test_engine import CONTEXT, AheadOps, Ids, PooledOps, Reply, alone, drain, prompts_of, submit
 
 from common.checkpoint import open_checkpoint
 from common.demo import demo_path
@@ -73,7 +73,7 @@ def counted(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("ops", [NumpyOps, AheadOps])
+@pytest.mark.parametrize("ops", [PooledOps, AheadOps])
 def test_greedy_chains_are_verified_before_they_are_read(ops, counted):
     """Replies end at several lengths, one is cancelled; what their states give for one more token is compared too."""
     pair, alike = demo_pair(ops()), demo_pair(NumpyOps())
