@@ -80,14 +80,20 @@ def _check_words(argv: list[str]) -> None:
         raise UsageError(f"{empty[:-3]} has the value '--', which ends the flags; give another")
 
 
+FORMS = "json-schema", "grammar", "grammar-file"  # flags of the form of a reply
+
+
 def _finish_text(args: argparse.Namespace) -> None:
     """Name the command, prompt or chat, refuse flags that exclude each other, and collect options."""
     args.command = "chat" if args.chat else "prompt"
     given = [f"--{name}" for name in ("prompt", "file") if getattr(args, name) is not None]
     if args.chat and given:
         raise UsageError(f"--chat and {given[0]} exclude each other; in a chat the prompt is typed")
-    if args.chat and args.json_schema is not None:
-        raise UsageError("--chat and --json-schema exclude each other; a schema is of one reply")
+    forms = [f"--{name}" for name in FORMS if getattr(args, name.replace("-", "_")) is not None]
+    if args.chat and forms:
+        raise UsageError(f"--chat and {forms[0]} exclude each other; the form is that of one reply")
+    if len(forms) > 1:
+        raise UsageError(f"{' and '.join(forms)} exclude each other; either gives the form of the reply")
     if len(given) > 1:
         raise UsageError("--prompt and --file exclude each other; either gives the prompt")
     for flag, is_given, why in (
@@ -251,6 +257,10 @@ def _text(p: Parser) -> None:
         metavar="SCHEMA",
         help='reply with JSON of this JSON schema, such as \'{"type": "array"}\'',
     )
+    what.add_argument(
+        "--grammar", type=values.words, metavar="TEXT", help="reply by this grammar: GBNF, as in llama.cpp, or Lark"
+    )
+    what.add_argument("--grammar-file", metavar="FILE", help="reply by the grammar in this file")
     model = p.add_argument_group("model")
     flags.model(model)
     model.add_argument(

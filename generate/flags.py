@@ -41,7 +41,6 @@ ELSEWHERE = {  # what flags of llama.cpp, mlx-lm and vLLM are here
     **dict.fromkeys(("-ncmoe", "--n-cpu-moe", "-cmoe", "--cpu-moe", "-ot", "--override-tensor"), "it is --spark"),
     **dict.fromkeys(("-mg", "--main-gpu"), "it is --devices N"),
     **dict.fromkeys(("-ts", "--tensor-split"), "it is --split X,X"),
-    **dict.fromkeys(("--grammar", "--grammar-file"), "of constraints it takes --json-schema SCHEMA"),
     **dict.fromkeys(("--prompt-cache", "--prompt-cache-file"), "it is --cache-dir DIR"),
     **dict.fromkeys(
         ("--reasoning-budget", "--chat-template-kwargs"), "--think and --no-think turn reasoning on and off"

@@ -19,17 +19,17 @@ MOST_READ = 1 << 27  # characters of a prompt on stdin, which may never end
 
 
 def run(args: argparse.Namespace) -> int:
-    prompt = _prompt(args)
+    prompt, form = _prompt(args), _form(args)
     with LLM(args.model, args.load, partial(check_template, args)) as llm:
         if args.raw or args.suffix is not None or llm.tokenizer.chat_template is None:
             start = partial(llm.stream, prompt, suffix=args.suffix)
         else:
             messages = [*system_message(args.system), {"role": "user", "content": prompt}]
             how = {"think": args.think, "parse_special": args.parse_special}
-            if args.json_schema is not None:
-                _check_answers(llm.prepare_chat(messages, **how))
+            if form:
+                _check_answers(llm.prepare_chat(messages, **how), next(iter(form)))
             start = partial(llm.stream_chat, messages, **how)
-        guide = None if args.json_schema is None else llm.guide(schema=args.json_schema)
+        guide = llm.guide(**form) if form else None
         tell_sampling(llm, args.options)
         with (
             Waiting() as waiting,
@@ -43,10 +43,19 @@ def run(args: argparse.Namespace) -> int:
         return INTERRUPTED if stream.finish_reason == "cancelled" else 0
 
 
-def _check_answers(prompt: Prepared) -> None:
-    """Refuse a prompt whose reply begins with reasoning, which would have to follow the schema: UsageError."""
+def _form(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the argument of `LLM.guide` that the flags give; {} for a reply of any form."""
+    if args.json_schema is not None:
+        return {"schema": args.json_schema}
+    if args.grammar_file is not None:
+        return {"grammar": read_text(Path(args.grammar_file))}
+    return {} if args.grammar is None else {"grammar": args.grammar}
+
+
+def _check_answers(prompt: Prepared, form: str) -> None:
+    """Refuse a prompt whose reply begins with reasoning, which would have to follow the form: UsageError."""
     if prompt.parser is not None and prompt.parser().in_reasoning:
-        raise UsageError("--json-schema: the model's chat template begins replies with reasoning; give --no-think")
+        raise UsageError(f"the {form} cannot be kept: the chat template begins replies with reasoning; give --no-think")
 
 
 def check_template(args: argparse.Namespace, tokenizer: Tokenizer) -> None:

@@ -190,7 +190,7 @@ def test_seed_and_stop(run):
         (["-t", "4"], "unrecognized arguments: -t; leave it out: all cores are used; see"),
         (["--mlock"], "unrecognized arguments: --mlock; leave it out: files are always mapped into memory; see"),
         (["-i"], "unrecognized arguments: -i; it is --chat; see"),
-        (["--grammar", "x"], "unrecognized arguments: --grammar; of constraints it takes --json-schema SCHEMA; see"),
+        (["--mirostat", "2"], "unrecognized arguments: --mirostat; it is not supported: try --min-p; see"),
         (["--adapter-path", "x"], "--adapter-path; adapters are not supported: merge it into the model; see"),
         (["-no-cnv"], "unrecognized arguments: -no-cnv; it is --raw; see"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),

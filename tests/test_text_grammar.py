@@ -76,6 +76,22 @@ def test_the_command_line_takes_a_schema(tmp_path: Path, capsys):
         assert says in capsys.readouterr().err
 
 
+def test_the_command_line_takes_a_grammar(tmp_path: Path, capsys):
+    model = ["--model", str(tiny_chat.write(tmp_path / "model")), "--backend", "numpy", "--prompt", "x"]
+    file = tmp_path / "form.gbnf"
+    file.write_text('root ::= "a" [0-3]{2}')
+    for flags in (["--grammar", file.read_text()], ["--grammar-file", str(file)]):
+        assert main([*model, *flags]) == 0
+        assert re.fullmatch("a[0-3]{2}\n", capsys.readouterr().out)
+    for flags, code, says in (
+        (["--grammar", "root ::= ("], 2, "the grammar is"),
+        (["--grammar-file", str(tmp_path / "none")], 1, "No such file"),
+        (["--grammar", "start: /a/", "-j", "{}"], 2, "--json-schema and --grammar exclude each other"),
+    ):
+        assert main([*model, *flags]) == code
+        assert says in capsys.readouterr().err
+
+
 def test_a_reply_that_begins_with_reasoning_takes_no_schema(tmp_path: Path, capsys):
     template = tiny_chat.TEMPLATE.replace(
         "<|im_start|>assistant\n",
