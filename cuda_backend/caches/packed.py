@@ -46,8 +46,6 @@ class PackedStore(KVStore):
     calibrates whether the latest noted step completes the calibrating rows, whose statistics then encode its keys
     """
 
-    appends = False
-
     def __init__(self, spec: KVSpec, layers: int, slots: PoolSlots):
         super().__init__(spec, layers, slots)
         self.exact = WindowStore(exact_spec(spec), layers, replace(slots, pages=None))
@@ -88,6 +86,10 @@ class PackedStore(KVStore):
         self.calibrates = any(
             self.lengths[slot] < self.calibration < self.lengths[slot] + rows for slot, _, rows in runs
         )
+
+    @property
+    def appends(self) -> bool:
+        return False
 
     def commit(self, slot: int, path: list[int]) -> None:
         completes = self.lengths[slot] < self.calibration <= self.lengths[slot] + len(path)

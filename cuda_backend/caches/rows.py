@@ -42,12 +42,7 @@ class PoolSlots:
 
 
 class RowStore(Generic[S]):
-    """Planes of all layers of one shape, for each slot.
-
-    appends  whether a commit of a step's first rows has nothing to do, because they are in place
-    """
-
-    appends = True
+    """Planes of all layers of one shape, for each slot."""
 
     def __init__(self, spec: S, layers: int, slots: PoolSlots):
         check_capacity(slots.capacity)
@@ -75,6 +70,11 @@ class RowStore(Generic[S]):
     def copied_bytes(cls, spec: S, capacity: int) -> int:
         """Predict the bytes of one layer in a snapshot."""
         return 0
+
+    @property
+    def appends(self) -> bool:
+        """Test whether a commit of a step's first rows has nothing to do, because they are in place."""
+        return True
 
     def commit(self, slot: int, path: list[int]) -> None:
         if path != list(range(len(path))):  # else its rows are in place

@@ -41,14 +41,16 @@ NOT_IN_PART = f"a step of {{}} rows is kept whole or not at all; up to {MAX_DECO
 class WindowStore(KVStore):
     """Caches of all layers with one window; a window longer than the context needs no ring."""
 
-    appends = False
-
     def __init__(self, spec: KVSpec, layers: int, slots: PoolSlots):
         super().__init__(spec, layers, slots)
         self.window, self.is_ring = (spec.window or 0, spec.sinks), self.places.capacity < self.max_rows
         self.slot_bytes = planes_bytes(self.planes)
         self.rows_after = zeros(self.slot_bytes, self.stream) if self.is_ring else None
         self.step_rows = [0] * len(self.lengths)  # per slot, rows of a prefill step that wrote `rows_after`
+
+    @property
+    def appends(self) -> bool:
+        return not any(self.step_rows)  # of no prefill step, whose rows a commit copies to the ring
 
     @classmethod
     def places_of(cls, spec: KVSpec, capacity: int) -> Places:
