@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 SECONDS_MEMORY, LENGTH_MEMORY = 32, 16  # steps over which the running means average
 FIRST = 3  # first steps of a size, of which only the fastest counts, where others may compile without being counted
 FIRST_RECORDED = 2  # where steps that compile are not recorded: the first replay of a captured step takes longer
-LENGTHS = 6  # steps of a size of draft tokens whose lengths are known before the size is compared with others
+LENGTHS, FEW_LENGTHS = 6, 2  # steps of a size whose lengths are known before the size is compared with others
+DOUBT = 2  # tokens by which the mean of few lengths may be too small
 PROMISING = 0.6  # share of plain decoding's rate above which a prospect, by so few lengths, is measured
 GAP = 2  # steps after plain steps, which the draft's context lacks, whose lengths are not counted
 OUTLIER = 3  # times the mean: limit of a step's time
@@ -119,8 +120,15 @@ class Tuner:
         return sum(low**i for i in range(size + 1)) / max(self.seconds[known].value, 1e-9)
 
     def _is_measured(self, size: int) -> bool:
-        """Test whether a step of `size` was timed, and enough were counted whose draft had the tokens before them."""
-        return self.seconds[size].count > 0 and self.lengths[size].count >= (LENGTHS if size else 1)
+        """Test whether a step of `size` was timed, and enough were counted whose draft had the tokens before them.
+
+        Few are enough while the time of plain decoding is not known, and where more tokens per step would not pay.
+        """
+        seconds, lengths = self.seconds[size], self.lengths[size]
+        if size == 0 or not seconds.count or lengths.count >= LENGTHS:
+            return seconds.count > 0
+        pays = self.seconds[0].count > 0 and (lengths.value + DOUBT) / seconds.value > self.rate(0)
+        return lengths.count >= FEW_LENGTHS and not pays
 
     def plain_steps(self) -> int:
         """Return the number of plain steps after `choose` returned 0 until it must be called again."""
