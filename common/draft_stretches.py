@@ -131,9 +131,9 @@ class DraftStretches:
         over = [each for each, _ in ended]
         for step in steps:
             new += len(step.path)
+            step.stretch.run.stats.add_step(len(step.path), step.stretch.budget, step.rows, took)
             if step.sequence in over:
                 continue
-            step.stretch.run.stats.add_step(len(step.path), step.stretch.budget, step.rows, took)
             if not step.stretch.goes_on(step.tokens, step.path, now - started):
                 self._over.append(step.sequence)
         if ended or self._over:

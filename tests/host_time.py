@@ -5,7 +5,8 @@ python tests/host_time.py [STREAMS] [--cuda [SHAPE:RECIPE]] [--spec KIND] [--bud
 
 --cuda  counts the CUDA backend's Python too, of a step that is replayed; what CuPy and the driver take comes on top
 --text  gives tokens the text that the demo model's tokenizer has for them
---spec  lookup; with --cuda also chain, tree and wedlm, whose steps then give 3 tokens
+--spec  lookup; with --cuda also wedlm, whose steps give 3 tokens, chain, all of whose draft tokens are accepted, and
+        tree, none of whose are
 """
 
 import argparse

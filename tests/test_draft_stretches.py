@@ -92,6 +92,9 @@ def test_greedy_chains_are_verified_before_they_are_read(ops, counted):
         assert (reply.tokens, reply.length) == (expected.tokens, expected.length)
         assert np.array_equal(reply.after, expected.after)
     assert [len(reply.tokens) for reply in replies[:3]] == [5, 9, 14]
+    for reply in replies:  # the first token came before the first step; the last step is counted too
+        lengths = reply.sequence.run.stats.lengths
+        assert sum(length * steps for length, steps in lengths.items()) == len(reply.tokens) - 1
 
 
 @pytest.mark.parametrize(
