@@ -17,8 +17,7 @@ from common.row_runner import Handle, LogitRows, RowRunner, StepResults, read
 from common.sampling import Ahead
 from common.sequence import Sequence
 from common.step import MAX_DECODE_ROWS, Step
-
-Ended = tuple[Sequence, Exception | None]  # a sequence that ends, and the error that it ends with
+from common.stretches import Ended
 
 
 class DraftStretches:
@@ -151,6 +150,11 @@ class DraftStretches:
         for state, step in zip(states, steps, strict=True):
             state.commit(step.path)
 
+    @property
+    def launches_at_once(self) -> bool:
+        """Test whether `launch` does not wait for the device."""
+        return self.ops.runs_ahead and self._chain_tokens() > 0
+
     def stop(self) -> None:
         """Run no further step."""
         self.steps_left = 0
@@ -176,20 +180,20 @@ class _Accepted:
 
     def hand_out(self, logits: Any) -> bool:
         """Add the tokens to the reply, chosen from rows of `logits`; return whether the reply continues."""
-        sequence, sampler, done = self.sequence, self.stretch.run.sampler, 0
+        sequence, sampler, before = self.sequence, self.stretch.run.sampler, self.sequence.new_tokens
         with_rows = sequence.options.logprobs is not None
-        if sampler.is_argmax and sequence.take_all(self.tokens):
-            return True
         try:
+            if sampler.is_argmax and not sequence.ends_within(self.tokens):
+                return sequence.take_all(self.tokens)
             for node, token in zip(self.path, self.tokens, strict=True):
-                done += 1
                 if not sampler.is_argmax:
                     sampler.numbers(1)  # which the token was drawn with
                 if not sequence.take(token, logits[node : node + 1] if with_rows else None):
                     return False
             return True
-        finally:
-            del self.path[done:], self.tokens[done:]
+        finally:  # also where a caller's function fails
+            added = sequence.new_tokens - before
+            del self.path[added:], self.tokens[added:]
 
 
 def _accepted(sequence: Sequence, stretch: DraftStretch, drafted: Tree | Handle, chosen: np.ndarray) -> _Accepted:

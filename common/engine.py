@@ -12,7 +12,7 @@ from contextlib import suppress
 from traceback import clear_frames, print_exc
 from typing import Any, TypeVar
 
-from common.decode.requests import ASKS_ROWS, Draft, DraftStretch, Stretch
+from common.decode.requests import ASKS_ROWS, Draft, DraftStretch, Rows, Stretch
 from common.decode.speculative import new_tuner
 from common.decode.tuner import FIRST, FIRST_RECORDED, SharedTuner, TunerShare
 from common.decoders import Speculation
@@ -148,8 +148,8 @@ class Engine:
     def _launches_next(self) -> bool:
         """Test whether the next turn begins by launching a step of decoding, without waiting for the device."""
         if self._continues and not (self._inbox or self.suspended):
-            return True
-        decodes = bool(self.running) and all([type(each.request) in ASKS_ROWS for each in self.running])
+            return self._stretches[0].launches_at_once
+        decodes = bool(self.running) and all([type(each.request) in (Rows, Stretch) for each in self.running])
         return decodes and self.model.ops.runs_ahead and not (self._inbox or self.suspended)
 
     @property
@@ -194,7 +194,8 @@ class Engine:
         drafting = [each for each in self.running if type(each.request) is DraftStretch]
         if not drafting:
             return
-        shares = len(drafting) == 1 or self._rows.shares_drafts or drafting[0].speculation.kind == "lookup"
+        models = [each for each in drafting if each.speculation.decoder.needs_draft]
+        shares = len(models) < 2 or self._rows.shares_drafts
         is_alone = len(drafting) == len([each for each in self.running if each.request is not None])
         if not (shares and is_alone and self.schedule.joins and self.schedule.batches == 1):
             for each in drafting:

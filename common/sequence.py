@@ -337,29 +337,44 @@ class Sequence:
                 self.opened = self.opened or self.new_tokens
                 return True
 
-    def take_all(self, tokens: List[int]) -> bool:
-        """Add tokens that one step gave, in one piece, unless any of them may end the reply; return whether it did.
+    def ends_within(self, tokens: List[int]) -> bool:
+        """Test whether the next tokens may end the reply, or need their rows: they are then for `take`."""
+        options, new = self.options, self.new_tokens + len(tokens)
+        if options.logprobs is not None or self.text.stop or not self.ends.isdisjoint(tokens):
+            return True
+        return options.max_tokens is not None and new >= options.max_tokens
 
-        Adding them one by one takes longer than a step of a small model.
+    def take_all(self, tokens: List[int]) -> bool:
+        """Add tokens as `take` does, of which none ends the reply (`ends_within`); return whether it continues.
+
+        They are added in one loop, because a step of a small model may be as short as the host's work for its tokens.
         """
         assert self.slot
-        options, new, tokenizer = self.options, self.new_tokens + len(tokens), self.target.tokenizer
-        if options.logprobs is not None or self.text.stop or not self.ends.isdisjoint(tokens):
-            return False
-        if self.call.cancel.is_set() or (options.max_tokens is not None and new >= options.max_tokens):
-            return False
-        self.last_token_at = time.perf_counter()
+        held, is_cancelled, put, shown = self.slot.tokens, self.call.cancel.is_set, self.call.put, self._shown
+        self.last_token_at, pending = time.perf_counter(), self.pending
         if not self.new_tokens:
             self.first_token_at = self.last_token_at
-        self.new_tokens = new
-        self.slot.tokens += tokens
-        pending, known = self.pending, [token for token in tokens if token < tokenizer.vocab_size]
-        pending.tokens += tokens
-        pending.text = "".join(map(self.detokenizer.push, known))
-        if pending.text:
-            self.call.put(pending)
-            self.pending = Piece()
+        for token in tokens:
+            self.new_tokens += 1
+            held.append(token)
+            if is_cancelled():
+                self.reason = "cancelled"
+                return False
+            pending.tokens.append(token)
+            pending.text = shown(token)
+            if pending.text:
+                put(pending)
+                self.pending = pending = Piece()
         return True
+
+    def _shown(self, token: int) -> str:
+        """Return the text that a token completes.
+
+        It is empty of ids beyond a padded vocabulary, and of end tokens that do not end the reply.
+        """
+        tokenizer = self.target.tokenizer
+        known = token < tokenizer.vocab_size and token not in tokenizer.end_ids
+        return self.detokenizer.push(token) if known else ""
 
     def take(self, token: int, row: Array) -> bool:
         """Add a token of the reply, with the logits (1, vocab) of its row; return whether the reply continues."""
@@ -372,7 +387,7 @@ class Sequence:
         if self.call.cancel.is_set():
             self.reason = "cancelled"
             return False
-        tokenizer, pending = self.target.tokenizer, self.pending
+        pending = self.pending
         if token in self.ends:
             self.reason, pending.end_token = "stop", token
             if self.options.logprobs is not None:
@@ -381,9 +396,7 @@ class Sequence:
         pending.tokens.append(token)
         if self.options.logprobs is not None:
             pending.logprobs.append(self._logprob(token, row))
-        # a padded vocabulary ends in ids without text; an end token that does not end the reply is not shown
-        known = token < tokenizer.vocab_size and token not in tokenizer.end_ids
-        pending.text = self.text.push(self.detokenizer.push(token) if known else "")
+        pending.text = self.text.push(self._shown(token))
         if self.text.stopped_by is not None:
             self.reason = "stop"
             return False

@@ -25,6 +25,8 @@ class Stretches:
     steps_left  number of steps until one of the stretches ends
     """
 
+    launches_at_once = True  # `launch` does not wait for the device
+
     def __init__(self, runner: RowRunner, sequences: List[Sequence]):
         self.sequences, self.ops = list(sequences), runner.ops
         self.stretches: list[Stretch] = [each.request for each in sequences]  # type: ignore[misc]

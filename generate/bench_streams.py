@@ -58,7 +58,7 @@ class Stream:
 
     def put(self, piece: Piece) -> None:
         if piece.text:
-            self.tokens += [time.perf_counter()] * len(piece.tokens)
+            self.tokens.append(time.perf_counter())
 
     def ended(self, error: BaseException | None) -> None:
         if error is not None:

@@ -1,5 +1,7 @@
 """Speculative steps of several replies at once: the texts and states of each alone, in fewer requests."""
 
+import threading
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -163,28 +165,89 @@ def test_a_draft_without_memory_suspends_a_reply(monkeypatch):
         assert reply.tokens == alone(pair_of(NumpyOps()), [3 + n, 4, 5], spec="off", max_tokens=12).tokens
 
 
-def pieces_of(pair, **options):
-    """Return the pieces of a reply."""
-    engine, pieces, reply = Engine(pair, Letters(), CONTEXT), [], Reply()
-    how = GenerationOptions(spec="chain", tree_budget=5, **options)
-    engine.submit(Call(demo_prompts()[0], how, pieces.append, reply.end))
+def test_replies_with_and_without_a_draft_of_their_own_pass(counted):
+    """A pass of DFlash2 has rows of one sequence alone: two replies that need it do not share it, one does not wait."""
+    pair, alike = (load_pair(tiny.FOLDER / "dflash2", tiny.load("qwen35", ops())) for ops in (AheadOps, NumpyOps))
+    tree, lookup = {"spec": "tree", "tree_budget": 7}, {"spec": "lookup", "tree_budget": 7}
+    prompts = prompts_of("qwen35", 3, np.random.default_rng(2))
+    for ways, shares in (((lookup, tree, tree), False), ((lookup, tree, lookup), True)):
+        counted.steps = 0
+        engine = Engine(pair, Ids(), CONTEXT, parallel=3)
+        asked = list(zip(prompts, ways, strict=True))
+        replies = drain(engine, [submit(engine, prompt, max_tokens=12, **how) for prompt, how in asked])
+        for reply, prompt in zip(replies, prompts, strict=True):
+            assert (reply.error, reply.tokens) == (None, alone(alike, prompt, max_tokens=12, spec="off").tokens)
+        assert (counted.steps > 8) == shares
+
+
+def test_tokens_are_delivered_before_a_step_that_the_host_waits_for(monkeypatch):
+    """On a backend that computes at once they would otherwise wait for the whole next step."""
+    done, launch = [], DraftStretches.launch
+    monkeypatch.setattr(DraftStretches, "launch", lambda each: (done.append("launch"), launch(each))[1])
+    engine = Engine(pair_of(NumpyOps()), Ids(), CONTEXT)
+    engine.deliver = lambda: done.append("deliver")
+    drain(engine, [submit(engine, [3, 4, 5], spec="chain", tree_budget=3, max_tokens=8)])
+    steps = [at for at, what in enumerate(done) if what == "launch"]
+    assert len(steps) > 2
+    assert all(done[at - 1] == "deliver" and "deliver" in done[before + 2 : at] for before, at in pairwise(steps))
+
+
+def pieces_of(pair, ends=None, at=None, **options):
+    """Return the pieces of a reply, which is cancelled with the piece of token number `at`; and its slot."""
+    engine, pieces, reply, cancel = Engine(pair, Letters(), CONTEXT), [], Reply(), threading.Event()
+
+    def put(piece):
+        pieces.append(piece)
+        if len(pieces) == at:
+            cancel.set()
+
+    how = options if "spec" in options else {"spec": "chain", "tree_budget": 5} | options
+    call = Call(demo_prompts()[0], GenerationOptions(**how), put, reply.end, cancel, ends=ends)
+    sequence = engine.submit(call)
     engine.drain()
     assert reply.error is None
-    return pieces
+    return pieces, sequence.slot
 
 
-def test_tokens_of_a_step_come_in_one_piece():
-    """Unless they may end the reply, or have log-probabilities; their text and their number are always the same."""
+def tokens_in(pieces):
+    return [token for piece in pieces for token in piece.tokens]
+
+
+def text_of(pieces):
+    return "".join(piece.text for piece in pieces)
+
+
+def test_each_token_has_a_piece_of_its_own(counted):
+    """Of a step that gives several, too; with log-probabilities and stop strings their text is the same."""
     pair = demo_pair(NumpyOps())
-    pieces = pieces_of(pair, max_tokens=40)
-    assert max(len(piece.tokens) for piece in pieces) > 1
-    single = pieces_of(pair, max_tokens=40, logprobs=0)
-    assert max(len(piece.tokens) for piece in single) == 1
-    tokens = [token for piece in single for token in piece.tokens]
-    assert [token for piece in pieces for token in piece.tokens] == tokens
-    text = "".join(piece.text for piece in pieces)
-    assert text == "".join(piece.text for piece in single) == "".join(chr(97 + token % 26) for token in tokens)
+    pieces, _ = pieces_of(pair, max_tokens=40)
+    assert counted.steps < 20
+    single, _ = pieces_of(pair, max_tokens=40, logprobs=0)
+    assert [len(piece.tokens) for piece in pieces] == [len(piece.tokens) for piece in single] == [1] * 40
+    text = text_of(pieces)
+    assert text == text_of(single) == "".join(chr(97 + token % 26) for token in tokens_in(single))
     stop = text[7:9]
-    stopped = pieces_of(pair, max_tokens=40, stop=[stop])
+    stopped, _ = pieces_of(pair, max_tokens=40, stop=[stop])
     assert stopped[-1].finish_reason == "stop"
-    assert "".join(piece.text for piece in stopped) == text[: text.index(stop)]
+    assert text_of(stopped) == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize("at", [1, 6, 7, 8, 9])
+def test_a_reply_is_cancelled_within_a_step(at):
+    """No token comes after the one at which it is cancelled, and its state has all of its slot but the newest token."""
+    pair = demo_pair(NumpyOps())
+    (drafted, slot), (plain, _) = (pieces_of(pair, at=at, max_tokens=40, **how) for how in ({}, {"spec": "off"}))
+    assert drafted[-1].finish_reason == plain[-1].finish_reason == "cancelled"
+    assert tokens_in(drafted) == tokens_in(plain)
+    assert len(tokens_in(drafted)) == at
+    assert slot.state.length == len(slot.tokens) - 1
+
+
+def test_end_tokens_that_do_not_end_a_reply_are_not_shown(monkeypatch):
+    pair = demo_pair(NumpyOps())
+    tokens = tokens_in(pieces_of(pair, max_tokens=20)[0])
+    monkeypatch.setattr(Letters, "end_ids", frozenset(tokens[5:7]))
+    drafted, plain = (pieces_of(pair, frozenset(), max_tokens=20, **how)[0] for how in ({}, {"spec": "off"}))
+    assert tokens_in(drafted) == tokens_in(plain) == tokens
+    assert text_of(drafted) == text_of(plain)
+    assert len(text_of(drafted)) < 20

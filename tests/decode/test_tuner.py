@@ -180,7 +180,7 @@ def several(tuner_of, base, per_row, share, replies=4, steps=3000):
 @pytest.mark.parametrize("sizes", [TREE_SIZES, CHAIN_SIZES])
 @pytest.mark.parametrize(("base", "per_row", "share"), [(1.9, 0.02, 0.8), (2.5, 0.05, 0.85), (1.9, 0.05, 0.0)])
 def test_replies_of_one_step_choose_together(sizes, base, per_row, share):
-    """Nearly as fast as the best size for all, and at least as fast as replies that choose apart, but for noise."""
+    """At least as fast as replies that choose apart, and nearly as fast as the best size for all."""
     apart = [Tuner(sizes) for _ in range(4)]
     shared = SharedTuner(Tuner(sizes))
     together = several(lambda slot: TunerShare(shared), base, per_row, share)
@@ -190,20 +190,21 @@ def test_replies_of_one_step_choose_together(sizes, base, per_row, share):
 
     best = max(map(rate, sizes)) / 1.08  # a step takes 1.08 times as long on average
     assert together > 0.93 * best
-    assert together > 0.99 * several(apart.__getitem__, base, per_row, share)
+    assert together > several(apart.__getitem__, base, per_row, share)
     assert len(shared.users) == 4
 
 
-def test_budgets_are_tried_again_where_the_first_steps_were_slow():
-    """The time of one was measured while something else ran, as 20 times that of a plain step; others pay."""
-    tuner, machine = Tuner(CHAIN_SIZES), Machine(1.9, 0.05, 0.1)
+@pytest.mark.parametrize("sizes", [(0, 3), CHAIN_SIZES])
+def test_a_budget_whose_first_steps_were_slow_does_not_end_drafting(sizes):
+    """Its time was measured while something else ran, as 20 times that of a plain step: it, or another, is tried."""
+    tuner, machine = Tuner(sizes), Machine(1.9, 0.05, 0.1)
     for size, seconds in ((3, 20.0), (0, PLAIN)):
         for _ in range(3):
             tuner.record(size, list(range(size + 1)), seconds)
     assert tuner.rate(3) < tuner.rate(0)
     for _ in range(250):
         machine.reply(tuner, 128, 0.9)
-    assert max(map(tuner.rate, CHAIN_SIZES)) > 2 * tuner.rate(0)
+    assert max(map(tuner.rate, sizes[1:])) > tuner.rate(0)
 
 
 def test_more_draft_tokens_are_tried_where_few_nearly_pay():
