@@ -181,14 +181,11 @@ class _Accepted:
     def hand_out(self, logits: Any) -> bool:
         """Add the tokens to the reply, chosen from rows of `logits`; return whether the reply continues."""
         sequence, sampler, before = self.sequence, self.stretch.run.sampler, self.sequence.new_tokens
-        with_rows = sequence.options.logprobs is not None
         try:
-            if sampler.is_argmax and not sequence.ends_within(self.tokens):
-                return sequence.take_all(self.tokens)
             for node, token in zip(self.path, self.tokens, strict=True):
                 if not sampler.is_argmax:
                     sampler.numbers(1)  # which the token was drawn with
-                if not sequence.take(token, logits[node : node + 1] if with_rows else None):
+                if not sequence.take(token, logits[node : node + 1] if sequence.with_rows else None):
                     return False
             return True
         finally:  # also where a caller's function fails

@@ -78,7 +78,7 @@ class Stats:
         return self.step_bytes * self.decode_tps / 1e9
 
 
-@dataclass
+@dataclass(slots=True)
 class Piece(Parts):
     """A part of a reply that can no longer change: text, its tokens, and on the last piece why the reply ended.
 

@@ -10,7 +10,7 @@ from common.tools import CLOSE, OPEN, read_call, read_cut_call, schemas, syntax_
 THINK, END_THINK = "<think>", "</think>"
 
 
-@dataclass
+@dataclass(slots=True)
 class Parts:
     """Parts of a reply that can no longer change.
 

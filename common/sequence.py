@@ -81,6 +81,7 @@ class Sequence:
 
     request  the decoder's current request, Rows, a Draft or a Stretch; None while the prompt is read
     run      the input of the decoder; None while the prompt is read
+    with_rows  whether `take` needs the logits of each token's row
     cached   tokens of the prompt that were not read, because a slot or the prefix cache held their state
     matched  first tokens of the prompt that are also the first of an earlier text; no state was kept for some of them
     end      tokens of the prompt that steps of the prompt read; the decoder's first step reads the rest
@@ -112,6 +113,7 @@ class Sequence:
         check(self.speculation, model, self.sampler)
         self.ends = target.tokenizer.end_ids if call.ends is None else call.ends
         self.text, self.detokenizer = StopText(call.options.stop), target.tokenizer.decoder()
+        self.with_rows = call.options.logprobs is not None
         self.priority, self.arrival, self.waited, self.skips = call.options.priority, 0, 0, 0
         self.slot: Slot | None = None
         self.decoder: Generator[Request, Any, None] | None = None
@@ -337,73 +339,42 @@ class Sequence:
                 self.opened = self.opened or self.new_tokens
                 return True
 
-    def ends_within(self, tokens: List[int]) -> bool:
-        """Test whether the next tokens may end the reply, or need their rows: they are then for `take`."""
-        options, new = self.options, self.new_tokens + len(tokens)
-        if options.logprobs is not None or self.text.stop or not self.ends.isdisjoint(tokens):
-            return True
-        return options.max_tokens is not None and new >= options.max_tokens
-
-    def take_all(self, tokens: List[int]) -> bool:
-        """Add tokens as `take` does, of which none ends the reply (`ends_within`); return whether it continues.
-
-        They are added in one loop, because a step of a small model may be as short as the host's work for its tokens.
-        """
-        assert self.slot
-        held, is_cancelled, put, shown = self.slot.tokens, self.call.cancel.is_set, self.call.put, self._shown
-        self.last_token_at, pending = time.perf_counter(), self.pending
-        if not self.new_tokens:
-            self.first_token_at = self.last_token_at
-        for token in tokens:
-            self.new_tokens += 1
-            held.append(token)
-            if is_cancelled():
-                self.reason = "cancelled"
-                return False
-            pending.tokens.append(token)
-            pending.text = shown(token)
-            if pending.text:
-                put(pending)
-                self.pending = pending = Piece()
-        return True
-
-    def _shown(self, token: int) -> str:
-        """Return the text that a token completes.
-
-        It is empty of ids beyond a padded vocabulary, and of end tokens that do not end the reply.
-        """
-        tokenizer = self.target.tokenizer
-        known = token < tokenizer.vocab_size and token not in tokenizer.end_ids
-        return self.detokenizer.push(token) if known else ""
-
     def take(self, token: int, row: Array) -> bool:
-        """Add a token of the reply, with the logits (1, vocab) of its row; return whether the reply continues."""
+        """Add a token of the reply, with the logits (1, vocab) of its row; return whether the reply continues.
+
+        The row is needed if the options request log-probabilities. A step of a small model may be as short as the
+        host's work for its tokens, most of which is done here.
+        """
         assert self.slot
         self.last_token_at = time.perf_counter()
         if not self.new_tokens:
             self.first_token_at = self.last_token_at
         self.new_tokens += 1
         self.slot.tokens.append(token)
-        if self.call.cancel.is_set():
+        call, pending, tokenizer = self.call, self.pending, self.target.tokenizer
+        if call.cancel.is_set():
             self.reason = "cancelled"
             return False
-        pending = self.pending
         if token in self.ends:
             self.reason, pending.end_token = "stop", token
-            if self.options.logprobs is not None:
-                pending.end = self._logprob(token, row)
+            pending.end = self._logprob(token, row) if self.with_rows else None
             return False
         pending.tokens.append(token)
-        if self.options.logprobs is not None:
+        if self.with_rows:
             pending.logprobs.append(self._logprob(token, row))
-        pending.text = self.text.push(self._shown(token))
-        if self.text.stopped_by is not None:
-            self.reason = "stop"
-            return False
+        text = ""  # of ids beyond a padded vocabulary, and of end tokens that do not end the reply
+        if token < tokenizer.vocab_size and token not in tokenizer.end_ids:
+            text = self.detokenizer.push(token)
+        if self.text.stop:
+            text = self.text.push(text)
+            if self.text.stopped:
+                self.reason, pending.text = "stop", text
+                return False
+        pending.text = text
         if self.new_tokens == self.options.max_tokens:
             return False
-        if pending.text:
-            self.call.put(pending)
+        if text:
+            call.put(pending)
             self.pending = Piece()
         return True
 

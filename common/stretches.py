@@ -68,7 +68,7 @@ class Stretches:
                     raise token
                 if stretch.read_ids is not None:
                     stretch.read_ids.append(token)
-                row = None if sequence.options.logprobs is None else self._row(at)
+                row = self._row(at) if sequence.with_rows else None
                 new, begins = new + 1, begins or not sequence.new_tokens
                 if sequence.take(token, row):
                     sequence.opened = sequence.opened or sequence.new_tokens

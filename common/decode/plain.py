@@ -1,7 +1,7 @@
 """Plain autoregressive decoding: one row per step."""
 
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Generator
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,48 +28,59 @@ def target_of(model: Model) -> Model:
     return model.target if isinstance(model, Pair) else model
 
 
+class Stretches(Protocol):
+    """Divides plain decoding into stretches of tokens, each of which one request covers if the backend runs ahead.
+
+    first_steps  tokens before the first call of `next_steps`
+    read         list to which tokens are appended as they are read
+    """
+
+    first_steps: int
+    read: list[int]
+
+    def next_steps(self) -> int:
+        """Return the number of tokens after one that is about to be read until the next call; -1 to end after it."""
+
+    def steps_reconsidered(self) -> int:
+        """Return the number of tokens until the next call of `next_steps`, where the run reconsiders."""
+
+    def on_stretch_read(self) -> None:
+        """Note that a token for which `next_steps` was called has been read."""
+
+
 def plain(
-    run: DecoderRun,
-    logits: Array,
-    next_steps: Callable[[], int] | None = None,
-    on_stretch_read: Callable[[], None] | None = None,
-    read: list[int] | None = None,
-    token: Any = None,
+    run: DecoderRun, logits: Array, token: Any = None, stretches: Stretches | None = None
 ) -> Generator[Request, Any, None]:
-    """Emit a token per step until the state is full or the driver stops.
+    """Emit a token per step until the state is full, the driver stops, or `stretches` end.
 
     If the backend runs ahead, and `run` may, the next step is requested before the host has read its token: the device
-    computes the step while the host reads and prints the token. If `next_steps` need not be called, one request
-    covers several tokens.
+    computes the step while the host reads and prints the token.
 
-    logits           logits of the last prompt row. The state holds all tokens but the newest, so that a driver may stop
-                     after any token and continue later
-    next_steps       function that is called before a token is read, first for the first token; returns the number of
-                     tokens after it until the next call, or -1 to end the generator after it; None: no end
-    on_stretch_read  function that is called when a token for which `next_steps` was called has been read
-    read             list to which tokens are appended as they are read
-    token            handle of the token that was chosen from `logits`; None: it is chosen first
+    logits     logits of the last prompt row. The state holds all tokens but the newest, so that a driver may stop
+               after any token and continue later
+    token      handle of the token that was chosen from `logits`; None: it is chosen first
+    stretches  None: one stretch without an end
     """
     ops, state, sampler = run.model.ops, run.state, run.sampler
     runs_ahead = ops.runs_ahead and ops.chooses(sampler)
     if token is None:
         token = yield Choose(logits, sampler)
-    left = 0 if next_steps is not None else run.state.capacity
+    left, read = (state.capacity, None) if stretches is None else (stretches.first_steps, stretches.read)
     while True:
         if run.reconsiders:
-            left = 0
+            left = 0 if stretches is None else stretches.steps_reconsidered()
         if left and runs_ahead and run.runs_ahead and state.length < state.capacity:
             # the sampler counts no tokens: one that does is not the backend's to apply
             stretch = Stretch(run, token, logits, left, read)
             token = logits = ahead = None  # else they would keep the logits before the stretch
             yield stretch
-            token, logits, left = stretch.token, stretch.row, 0 if run.reconsiders else stretch.remaining
+            token, logits, left = stretch.token, stretch.row, stretch.remaining
             del stretch
         ahead, is_due, is_last = None, not left, False
         if left:
             left -= 1
-        elif next_steps is not None:
-            left = next_steps()
+        elif stretches is not None:
+            left = stretches.next_steps()
             is_last = left < 0
         if runs_ahead and run.runs_ahead and not is_last and state.length < state.capacity:
             ahead = yield Rows(Step.chain(token, state.length), sampler, target_only=True)
@@ -78,8 +89,8 @@ def plain(
         sampler.accept(value)
         if read is not None:
             read.append(value)
-        if is_due and on_stretch_read is not None:
-            on_stretch_read()
+        if is_due and stretches is not None:
+            stretches.on_stretch_read()
         yield Emit(value, logits)
         if is_last or state.length >= state.capacity:
             return

@@ -132,7 +132,7 @@ class DecoderRun:
     unread  last tokens of the prompt that `state` lacks, which the first step reads: one, or of WeDLM several
 
     most_drafted  limit of draft tokens of the next step, set by the engine for the number of replies; None: no limit
-    reconsiders   whether to choose a budget at the next token, because a limit of 0 was lifted
+    reconsiders   whether to choose a budget at the next token, because a limit of 0 was set or lifted
     runs_ahead    whether a plain step may be requested before the newest token was read; cleared by the engine while it
                   reads several steps of prompts, behind whose steps the request would wait, and the token with it
 
@@ -157,7 +157,7 @@ class DecoderRun:
 
     def limit_drafts(self, most: int | None) -> None:
         """Set `most_drafted` for the next steps."""
-        self.reconsiders = self.reconsiders or (self.most_drafted == 0 and most != 0)
+        self.reconsiders = self.reconsiders or (self.most_drafted == 0) != (most == 0)
         self.most_drafted = most
 
     def bounded(self, budget: int, sizes: Sequence[int] = ()) -> int:

@@ -152,7 +152,7 @@ def decode(run: DecoderRun) -> Generator[Request, Any, None]:
             logits = done.logits
         stretches = PlainStretches(run, drafter, budgets, logits is run.logits)
         try:
-            yield from plain(run, logits, stretches.next_steps, stretches.on_stretch_read, stretches.read)
+            yield from plain(run, logits, stretches=stretches)
         finally:
             stretches.close()
         token, budget, logits = stretches.token, stretches.budget, None
@@ -173,9 +173,11 @@ class PlainStretches:
     """Plain decoding until a budget is chosen, in stretches of steps: what `plain` calls between them.
 
     A budget is chosen, and the tuner learns what steps took, once per stretch: a step may be as short as the host's
-    work for it. The first token ends a stretch of its own, since no step was launched ahead of it.
+    work for it. The first token ends a stretch of its own, since no step was launched ahead of it. A stretch in
+    which the run could have no draft tokens is not timed, and its first token needs no stretch of its own.
 
     is_prompts  whether the first token is that after the prompt, for which no step was taken
+    is_limited  whether the run could have no draft tokens in a part of this stretch
     read        tokens of this stretch
     due         tokens from this stretch's first to the one before the next choice
     token       the newest token, at the end of a stretch
@@ -187,6 +189,8 @@ class PlainStretches:
         self.is_prompts, self.switched = is_prompts, not is_prompts
         self.read: list[int] = []
         self.token, self.budget, self.due = 0, 0, budgets.plain_steps()
+        self.is_limited = run.most_drafted == 0
+        self.first_steps = self.due - 1 if self.is_limited else 0
         self.started = time.perf_counter()
 
     def next_steps(self) -> int:
@@ -198,13 +202,21 @@ class PlainStretches:
             self.due = len(self.read) + left
         return -1 if self.budget else left - 2
 
+    def steps_reconsidered(self) -> int:
+        """Return the tokens until the next call of `next_steps`: none, unless the run may have no draft tokens."""
+        if self.run.most_drafted != 0:
+            return 0
+        self.budget, self.is_limited, steps = self.budgets.choose(), True, self.budgets.plain_steps()
+        self.due = len(self.read) + steps
+        return steps - 1
+
     def on_stretch_read(self) -> None:
         """Record the time of a stretch, whose last token has been read, and begin the next one."""
         ended, steps = time.perf_counter(), len(self.read)
-        if not self.is_prompts:
+        self.run.stats.add_plain(steps - self.is_prompts, ended - self.started)
+        if not (self.is_prompts or self.is_limited):
             self.budgets.record(0, [0], (ended - self.started) / steps, self.switched, steps)
-            self.run.stats.add_plain(steps, ended - self.started)
-            self.switched = False
+        self.switched, self.is_limited = False, self.run.most_drafted == 0
         self.drafter.extend(self.read)
         self.token, self.due, self.is_prompts, self.started = self.read[-1], self.due - steps, False, ended
         self.read.clear()
