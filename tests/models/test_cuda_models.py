@@ -14,6 +14,7 @@ from common.demo import demo_path
 from common.embeddings import embed
 from common.errors import BimetalError
 from common.models import load_model
+from common.pooling import Pooling
 from common.reference import NumpyOps
 from common.scores import completed
 from common.step import PAST, Step
@@ -64,7 +65,7 @@ def test_embeddings(model, name, ids, pooling):
     reference = tiny.load(name, NumpyOps())
     for length in (40, 200):
         tokens = ids[:length].tolist()
-        found, expected = (completed(embed(each, tokens, 512, pooling)) for each in (model, reference))
+        found, expected = (completed(embed(each, tokens, 512, Pooling(pooling))) for each in (model, reference))
         print(name, length, np.abs(found - expected).max())
         assert found @ expected > 0.995
 
