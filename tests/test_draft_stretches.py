@@ -21,6 +21,7 @@ from common.options import GenerationOptions
 from common.reference import NumpyOps
 from common.row_runner import RowRunner
 from common.sequence import Call
+from common.stretches import Stretches
 from common.tokenizer import load_tokenizer
 
 
@@ -251,3 +252,24 @@ def test_end_tokens_that_do_not_end_a_reply_are_not_shown(monkeypatch):
     assert tokens_in(drafted) == tokens_in(plain) == tokens
     assert text_of(drafted) == text_of(plain)
     assert len(text_of(drafted)) < 20
+
+
+@pytest.mark.parametrize("spec", ["chain", "lookup"])
+def test_replies_that_may_not_draft_share_one_stretch(spec, monkeypatch):
+    """Sixty-four newest tokens fill a step: once all replies have begun, nothing is asked of their decoders again."""
+    shared, real = [], Stretches.__init__
+
+    def begin(self, *args):
+        real(self, *args)
+        shared.append(len(self.sequences))
+
+    monkeypatch.setattr(Stretches, "__init__", begin)
+    engine = Engine(pair_of(AheadOps()), Ids(), CONTEXT, 64)
+    replies = [submit(engine, prompt, spec=spec) for prompt in prompts_of("qwen35", 64, np.random.default_rng(3))]
+    while not all(reply.sequence.new_tokens for reply in replies):
+        engine.turn()
+    shared.clear()
+    for _ in range(40):
+        engine.turn()
+    assert len(engine.running) == 64
+    assert not shared

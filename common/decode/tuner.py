@@ -90,7 +90,7 @@ class Tuner:
         if self.saved >= lost * (1 if begins else PATIENCE):
             self.saved -= lost
             self.trials += 1
-            self.trial.extend([tried] * (steps - 1))
+            self.trial.extend([tried] * (steps - 1) if tried else ())  # plain ones are a stretch: `plain_steps`
             return tried
         self.settled = True
         return best
@@ -131,8 +131,11 @@ class Tuner:
         return lengths.count >= FEW_LENGTHS and not pays
 
     def plain_steps(self) -> int:
-        """Return the number of plain steps after `choose` returned 0 until it must be called again."""
-        return STRETCH if self.settled else 1
+        """Return the number of plain steps after `choose` returned 0 until it must be called again.
+
+        A trial is a stretch too: a choice after each of its steps would take host time that plain decoding does not.
+        """
+        return STRETCH if self.settled else TRIALS[True]
 
     def record(self, size: int, path: Sequence[int], seconds: float, switched: bool = False, steps: int = 1) -> None:
         """Record that steps of budget `size` took `seconds` each, and the nodes `path` that the last one accepted.
@@ -154,7 +157,10 @@ class Tuner:
             self.runs[size] += 1
             self.fastest[size] = min(self.fastest[size], seconds)
             if self.runs[size] >= self.first:
-                mean.add(self.fastest[size] if self.runs[size] == self.first else seconds)
+                weight = min(steps, TRIALS[True])  # other work may have taken time beside all steps of a stretch
+                if self.runs[size] == self.first:  # the first times may be poor
+                    seconds, weight = self.fastest[size], 1
+                mean.add(seconds, weight)
 
     def add_length(self, size: int, path: Sequence[int], gap: int, weight: float = 1.0) -> int:
         """Record the tokens that a step accepted, as `record` does; return the gap after it.

@@ -391,7 +391,8 @@ def test_a_tuner_comes_back_from_a_busy_machine(slow):
     for _ in range(800):
         size = tuner.choose()
         chosen.append(size)
-        tuner.record(size, range(gains[size]), slow.get(chosen.count(0), 11) if size == 0 else ms[size])
+        seconds = slow.get(chosen.count(0), 11) if size == 0 else ms[size]
+        tuner.record(size, range(gains[size]), seconds, steps=1 if size else tuner.plain_steps())
     assert Counter(chosen[500:]).most_common(1)[0][0] == 0
 
 

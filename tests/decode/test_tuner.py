@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.decode.speculative import TREE_SIZES
-from common.decode.tuner import STRETCH, SharedTuner, Tuner, TunerShare
+from common.decode.tuner import STRETCH, TRIALS, SharedTuner, Tuner, TunerShare
 
 PLAIN = 1.0  # a plain step that was launched ahead
 BUBBLE = 0.35  # more of the first plain step after another
@@ -242,3 +242,17 @@ def test_no_choice_exceeds_the_limit_of_a_step():
     assert chosen[0] > 2  # trials
     assert {tuner.choose(6) for _ in range(10)} == {0}
     assert tuner.plain_steps() == STRETCH
+
+
+def test_a_trial_of_plain_decoding_is_one_stretch():
+    """Its steps then take no more host time than plain decoding does."""
+    tuner, plain, last = Tuner(CHAIN_SIZES), 0, None
+    for _ in range(3000):
+        size = tuner.choose()
+        assert (last, size) != (0, 0) or not tuner.trials
+        steps = tuner.plain_steps() if size == 0 else 1
+        assert steps == (1 if size else TRIALS[True])
+        tuner.record(size, list(range(size + 1)), PLAIN + size / 10, steps=steps)
+        last, plain = size, plain + (size == 0)
+    assert tuner.trials > 2
+    assert plain > 2
