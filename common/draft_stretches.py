@@ -37,11 +37,12 @@ class DraftStretches:
         self._chains: tuple[int, Callable[[list[int]], tuple[Array, Array]]] | None = None  # by their draft tokens
         self._times = 0.0, 0.0  # when the step began, and when its trees were complete
         self._over: list[Sequence] = []  # whose stretch has ended, and not the reply
+        self._next_chain = self._chain_tokens()  # draft tokens of each sequence of the next step: `_chain_tokens`
 
     def launch(self) -> "DraftStretches":
         """Draft, and launch the step that verifies the drafts; return self."""
         started = time.perf_counter()
-        if count := self._chain_tokens():
+        if count := self._next_chain:
             with suppress(NotFiniteError):  # of any sequence; the draft of each is made again below
                 self._launch_chains(count)
                 self._times = started, started
@@ -101,12 +102,15 @@ class DraftStretches:
         return trees
 
     def hand_out(self) -> tuple[list[Ended], int, bool]:
-        """Add the tokens of the launched step to their replies, and commit their paths.
+        """Commit the paths of the launched step, and add its tokens to their replies.
+
+        Tokens of greedy chains that end no reply are kept until the next step has been launched: Sequence.take_kept.
 
         Returns the sequences that end, the number of tokens, and whether one is a reply's first. If `steps_left` is 0
         then, call `settle`.
         """
         ended, steps, new, begins, verified = list[Ended](), list[_Accepted](), 0, False, 0.0
+        keeps = self.ops.runs_ahead and self._is_greedy_chain
         rows = zip(self.sequences, self.stretches, self._verified, strict=True)
         for sequence, stretch, (drafted, result) in rows:
             if sequence.request is not stretch:  # it has ended
@@ -118,7 +122,7 @@ class DraftStretches:
                 verified = verified or time.perf_counter()
                 begins = begins or not sequence.new_tokens
                 steps.append(step)
-                if not step.hand_out(result.logits):
+                if not (keeps and sequence.keeps(step.tokens)) and not step.hand_out(result.logits):
                     ended.append((sequence, None))
             except Exception as error:
                 ended.append((sequence, error))
@@ -137,6 +141,7 @@ class DraftStretches:
                 self._over.append(step.sequence)
         if ended or self._over:
             self.steps_left = 0
+        self._next_chain = self._chain_tokens() if self.steps_left else 0
         return ended, new, begins
 
     def _commit(self, steps: List["_Accepted"]) -> None:
@@ -153,7 +158,7 @@ class DraftStretches:
     @property
     def launches_at_once(self) -> bool:
         """Test whether `launch` does not wait for the device."""
-        return self.ops.runs_ahead and self._chain_tokens() > 0
+        return self.ops.runs_ahead and self._next_chain > 0
 
     def stop(self) -> None:
         """Run no further step."""

@@ -160,6 +160,7 @@ class Engine:
     def _turn(self) -> None:
         schedule, running = self.schedule, self.running
         if not self._continues:
+            self._take_kept(tuple(self.running))
             self._decline_drafts()
         if len(running) == 1 and type(running[0].request) in ASKS_ROWS:  # alone: nothing to choose or to count
             self._step(running[:1])
@@ -188,6 +189,14 @@ class Engine:
         if chosen:
             self._step(chosen)
         schedule.has_decoded(time.perf_counter() - started)
+
+    def _take_kept(self, sequences: List[Sequence]) -> None:
+        """Add tokens that a speculative step kept until the launch of the next one to their replies."""
+        for each in sequences:
+            try:
+                each.take_kept()
+            except Exception as error:  # of the caller's own function
+                self._end(each, error)
 
     def _decline_drafts(self) -> None:
         """Let sequences request the parts of their speculative steps, unless one step serves all that decode."""
@@ -255,7 +264,9 @@ class Engine:
         live = *self.running, *self.waiting, *self.suspended
         for each in [each for each in live if each.call.cancel.is_set()]:
             each.reason = "cancelled"
-            self._end(each)
+            self._take_kept([each])
+            if each in self._open:
+                self._end(each)
         if self.suspended:
             self._moved(self._suspended.resume(self.running))
         elif self.waiting and len(self.running) < self.parallel:
@@ -421,6 +432,8 @@ class Engine:
         launched = self._launch(chosen)
         if launched is not None:
             self._launched.append(launched)
+        if isinstance(launched, DraftStretches):
+            self._take_kept(launched.sequences)
         self.deliver()
         left = self.schedule.batches - 1
         if left and not any(type(each.request) in ASKS_ROWS and each not in chosen for each in self.running):
@@ -496,6 +509,8 @@ class Engine:
         ended, new, begins = stretches.hand_out()
         for each, error in ended:
             self._end(each, error)
+        if isinstance(stretches, DraftStretches) and not stretches.launches_at_once:
+            self._take_kept(stretches.sequences)
         if not stretches.steps_left:
             if stretches in self._stretches:
                 self._stretches.remove(stretches)
@@ -514,6 +529,7 @@ class Engine:
 
     def _make_room(self, error: NoRoomError) -> None:
         """Free memory for a step that lacks it: finish the launched steps, or if there are none, suspend a sequence."""
+        self._take_kept(tuple(self.running))
         if self._launched:
             self._finish_launched()
         else:

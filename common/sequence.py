@@ -346,15 +346,39 @@ class Sequence:
         host's work for its tokens, most of which is done here.
         """
         assert self.slot
+        self.slot.tokens.append(token)
+        if self.call.cancel.is_set():
+            self.new_tokens += 1
+            self.reason = "cancelled"
+            return False
+        return self._show(token, row)
+
+    def keeps(self, tokens: List[int]) -> bool:
+        """Keep tokens for `take_kept`; if they may end the reply, or need their rows, return False in place of that."""
+        assert self.slot
+        assert type(self.request) is DraftStretch
+        if not self.new_tokens or self.with_rows or self.text.stop or not self.ends.isdisjoint(tokens):
+            return False
+        if self.options.max_tokens is not None and self.new_tokens + len(tokens) >= self.options.max_tokens:
+            return False
+        self.slot.tokens += tokens
+        self.request.kept = list(tokens)
+        return True
+
+    def take_kept(self) -> None:
+        """Add the kept tokens to the reply, all of them, since the state holds them."""
+        if type(self.request) is DraftStretch and self.request.kept:
+            tokens, self.request.kept = self.request.kept, []
+            for token in tokens:
+                self._show(token, None)
+
+    def _show(self, token: int, row: Array) -> bool:
+        """Add a token to the pending piece, as `take` does."""
         self.last_token_at = time.perf_counter()
         if not self.new_tokens:
             self.first_token_at = self.last_token_at
         self.new_tokens += 1
-        self.slot.tokens.append(token)
         call, pending, tokenizer = self.call, self.pending, self.target.tokenizer
-        if call.cancel.is_set():
-            self.reason = "cancelled"
-            return False
         if token in self.ends:
             self.reason, pending.end_token = "stop", token
             pending.end = self._logprob(token, row) if self.with_rows else None

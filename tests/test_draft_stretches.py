@@ -273,3 +273,32 @@ def test_replies_that_may_not_draft_share_one_stretch(spec, monkeypatch):
         engine.turn()
     assert len(engine.running) == 64
     assert not shared
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_output(monkeypatch):
+    """Of greedy chains. All tokens of a step are output, also where the reply is cancelled among them."""
+    events, launch = [], DraftStretches.launch
+    monkeypatch.setattr(DraftStretches, "launch", lambda each: (events.append("launch"), launch(each))[1])
+    engine, reply, cancel = Engine(demo_pair(AheadOps()), Letters(), CONTEXT, 2), Reply(), threading.Event()
+    engine.deliver = lambda: events.append("deliver")
+
+    def put(piece):
+        events.extend(piece.tokens)
+        if events.count("launch") == 3:
+            cancel.set()
+
+    call = Call(demo_prompts()[0], GenerationOptions(spec="chain", tree_budget=5), put, reply.end, cancel)
+    sequence = engine.submit(call)
+    engine.drain()
+    assert reply.error is None
+    first, second, third = (at for at, what in enumerate(events) if what == "launch")
+    steps = [
+        [what for what in part if what != "deliver"]
+        for part in (events[first:second], events[second:third], events[third:])
+    ]
+    assert steps[0] == ["launch"]  # its tokens are kept
+    assert len(steps[1]) > 2
+    assert events[second + len(steps[1])] == "deliver"  # before the host waits for the second step
+    tokens = [what for what in events if isinstance(what, int)]
+    assert sequence.slot.tokens == [*sequence.prompt, *tokens]
+    assert sequence.slot.state.length == len(sequence.slot.tokens) - 1

@@ -147,12 +147,14 @@ class DraftStretch:
     token   id of the newest token, which the state lacks
     budget  maximum number of draft tokens of the next step
     steps   number of steps so far
+    kept    tokens of the last step that were not output yet: the driver may launch the next step first
     """
 
-    __slots__ = ("budget", "run", "source", "steps", "token")
+    __slots__ = ("budget", "kept", "run", "source", "steps", "token")
 
     def __init__(self, run: DecoderRun, source: TreeSource, token: int, budget: int):
         self.run, self.source, self.token, self.budget, self.steps = run, source, token, budget, 0
+        self.kept: list[int] = []
 
     def goes_on(self, tokens: Sequence[int], path: Sequence[int], seconds: float) -> bool:
         """Note the tokens of a step, whose `path` is committed; test whether another step follows."""
