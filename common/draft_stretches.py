@@ -37,7 +37,7 @@ class DraftStretches:
         self._chains: tuple[int, Callable[[list[int]], tuple[Array, Array]]] | None = None  # by their draft tokens
         self._times = 0.0, 0.0  # when the step began, and when its trees were complete
         self._over: list[Sequence] = []  # whose stretch has ended, and not the reply
-        self._next_chain = self._chain_tokens()  # draft tokens of each sequence of the next step: `_chain_tokens`
+        self._next_chain = self._chain_tokens()  # of the next step
 
     def launch(self) -> "DraftStretches":
         """Draft, and launch the step that verifies the drafts; return self."""
@@ -110,7 +110,7 @@ class DraftStretches:
         then, call `settle`.
         """
         ended, steps, new, begins, verified = list[Ended](), list[_Accepted](), 0, False, 0.0
-        keeps = self.ops.runs_ahead and self._is_greedy_chain
+        may_keep = self.ops.runs_ahead and self._is_greedy_chain
         rows = zip(self.sequences, self.stretches, self._verified, strict=True)
         for sequence, stretch, (drafted, result) in rows:
             if sequence.request is not stretch:  # it has ended
@@ -122,7 +122,7 @@ class DraftStretches:
                 verified = verified or time.perf_counter()
                 begins = begins or not sequence.new_tokens
                 steps.append(step)
-                if not (keeps and sequence.keeps(step.tokens)) and not step.hand_out(result.logits):
+                if not (may_keep and sequence.keep(step.tokens)) and not step.hand_out(result.logits):
                     ended.append((sequence, None))
             except Exception as error:
                 ended.append((sequence, error))

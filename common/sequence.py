@@ -353,8 +353,8 @@ class Sequence:
             return False
         return self._show(token, row)
 
-    def keeps(self, tokens: List[int]) -> bool:
-        """Keep tokens for `take_kept`; if they may end the reply, or need their rows, return False in place of that."""
+    def keep(self, tokens: List[int]) -> bool:
+        """Keep tokens for `take_kept`, unless they may end the reply or need their rows; return whether they are."""
         assert self.slot
         assert type(self.request) is DraftStretch
         if not self.new_tokens or self.with_rows or self.text.stop or not self.ends.isdisjoint(tokens):

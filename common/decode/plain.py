@@ -28,7 +28,7 @@ def target_of(model: Model) -> Model:
     return model.target if isinstance(model, Pair) else model
 
 
-class Stretches(Protocol):
+class StretchPlan(Protocol):
     """Divides plain decoding into stretches of tokens, each of which one request covers if the backend runs ahead.
 
     first_steps  tokens before the first call of `next_steps`
@@ -49,26 +49,26 @@ class Stretches(Protocol):
 
 
 def plain(
-    run: DecoderRun, logits: Array, token: Any = None, stretches: Stretches | None = None
+    run: DecoderRun, logits: Array, token: Any = None, plan: StretchPlan | None = None
 ) -> Generator[Request, Any, None]:
-    """Emit a token per step until the state is full, the driver stops, or `stretches` end.
+    """Emit a token per step until the state is full, the driver stops, or `plan` ends it.
 
     If the backend runs ahead, and `run` may, the next step is requested before the host has read its token: the device
     computes the step while the host reads and prints the token.
 
-    logits     logits of the last prompt row. The state holds all tokens but the newest, so that a driver may stop
-               after any token and continue later
-    token      handle of the token that was chosen from `logits`; None: it is chosen first
-    stretches  None: one stretch without an end
+    logits  logits of the last prompt row. The state holds all tokens but the newest, so that a driver may stop
+            after any token and continue later
+    token   handle of the token that was chosen from `logits`; None: it is chosen first
+    plan    None: one stretch without an end
     """
     ops, state, sampler = run.model.ops, run.state, run.sampler
     runs_ahead = ops.runs_ahead and ops.chooses(sampler)
     if token is None:
         token = yield Choose(logits, sampler)
-    left, read = (state.capacity, None) if stretches is None else (stretches.first_steps, stretches.read)
+    left, read = (state.capacity, None) if plan is None else (plan.first_steps, plan.read)
     while True:
         if run.reconsiders:
-            left = 0 if stretches is None else stretches.steps_reconsidered()
+            left = 0 if plan is None else plan.steps_reconsidered()
         if left and runs_ahead and run.runs_ahead and state.length < state.capacity:
             # the sampler counts no tokens: one that does is not the backend's to apply
             stretch = Stretch(run, token, logits, left, read)
@@ -79,8 +79,8 @@ def plain(
         ahead, is_due, is_last = None, not left, False
         if left:
             left -= 1
-        elif stretches is not None:
-            left = stretches.next_steps()
+        elif plan is not None:
+            left = plan.next_steps()
             is_last = left < 0
         if runs_ahead and run.runs_ahead and not is_last and state.length < state.capacity:
             ahead = yield Rows(Step.chain(token, state.length), sampler, target_only=True)
@@ -89,8 +89,8 @@ def plain(
         sampler.accept(value)
         if read is not None:
             read.append(value)
-        if is_due and stretches is not None:
-            stretches.on_stretch_read()
+        if is_due and plan is not None:
+            plan.on_stretch_read()
         yield Emit(value, logits)
         if is_last or state.length >= state.capacity:
             return

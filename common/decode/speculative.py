@@ -152,7 +152,7 @@ def decode(run: DecoderRun) -> Generator[Request, Any, None]:
             logits = done.logits
         stretches = PlainStretches(run, drafter, budgets, logits is run.logits)
         try:
-            yield from plain(run, logits, stretches=stretches)
+            yield from plain(run, logits, plan=stretches)
         finally:
             stretches.close()
         token, budget, logits = stretches.token, stretches.budget, None
@@ -170,7 +170,7 @@ def _first(run: DecoderRun, drafter: Drafter) -> Generator[Request, Any, int]:
 
 
 class PlainStretches:
-    """Plain decoding until a budget is chosen, in stretches of steps: what `plain` calls between them.
+    """Plain decoding until a budget is chosen, in stretches of steps: the StretchPlan of `plain`.
 
     A budget is chosen, and the tuner learns what steps took, once per stretch: a step may be as short as the host's
     work for it. The first token ends a stretch of its own, since no step was launched ahead of it. A stretch in
