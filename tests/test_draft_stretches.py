@@ -172,13 +172,19 @@ def test_replies_with_and_without_a_draft_of_their_own_pass(counted):
     tree, lookup = {"spec": "tree", "tree_budget": 7}, {"spec": "lookup", "tree_budget": 7}
     prompts = prompts_of("qwen35", 3, np.random.default_rng(2))
     for ways, shares in (((lookup, tree, tree), False), ((lookup, tree, lookup), True)):
-        counted.steps = 0
         engine = Engine(pair, Ids(), CONTEXT, parallel=3)
         asked = list(zip(prompts, ways, strict=True))
-        replies = drain(engine, [submit(engine, prompt, max_tokens=12, **how) for prompt, how in asked])
+        replies = [submit(engine, prompt, max_tokens=24, **how) for prompt, how in asked]
+        while not all(reply.sequence.new_tokens for reply in replies):
+            engine.turn()
+        counted.steps, turns = 0, 0
+        while len(engine.running) == 3:
+            turns += engine.turn()
+        assert counted.steps == (turns if shares else 0)
+        assert turns > 1
+        drain(engine, replies)
         for reply, prompt in zip(replies, prompts, strict=True):
-            assert (reply.error, reply.tokens) == (None, alone(alike, prompt, max_tokens=12, spec="off").tokens)
-        assert (counted.steps > 8) == shares
+            assert (reply.error, reply.tokens) == (None, alone(alike, prompt, max_tokens=24, spec="off").tokens)
 
 
 def test_tokens_are_delivered_before_a_step_that_the_host_waits_for(monkeypatch):
