@@ -10,6 +10,7 @@ import numpy as np
 
 from common.decode.ddtree import Tree
 from common.decode.requests import Computed, Draft, DraftStretch, Rows
+from common.decode.run import DecoderRun
 from common.errors import NotFiniteError
 from common.models.pair import Pair
 from common.ops import Array
@@ -18,6 +19,8 @@ from common.sampling import Ahead
 from common.sequence import Sequence
 from common.step import MAX_DECODE_ROWS, Step
 from common.stretches import Ended
+
+SHORT_TREE = 7  # largest budget of `auto` whose greedy tree is drafted as a chain, which accepts about as many tokens
 
 
 class DraftStretches:
@@ -32,7 +35,7 @@ class DraftStretches:
         self.stretches: list[DraftStretch] = [each.request for each in sequences]  # type: ignore[misc]
         self.states = [each.run.state for each in self.stretches]
         runs = [each.run for each in self.stretches]
-        self._is_greedy_chain = all([run.options.kind == "chain" and run.sampler.is_argmax for run in runs])
+        self._longest_chain = min(map(_longest_chain, runs))
         self._verified: list[tuple[Any, Any]] = []  # of the launched step: each sequence's tree and its Computed
         self._chains: tuple[int, Callable[[list[int]], tuple[Array, Array]]] | None = None  # by their draft tokens
         self._times = 0.0, 0.0  # when the step began, and when its trees were complete
@@ -65,7 +68,7 @@ class DraftStretches:
         The step that verifies such chains can be launched before the host reads them.
         """
         pair, count = self.runner.model, self.stretches[0].budget
-        if not (self._is_greedy_chain and isinstance(pair, Pair) and 0 < count <= pair.block_tokens):
+        if not (isinstance(pair, Pair) and 0 < count <= min(self._longest_chain, pair.block_tokens)):
             return 0
         if self.states[0].pool is None:  # a backend that reads them for `draft_chains`
             return 0
@@ -110,7 +113,7 @@ class DraftStretches:
         then, call `settle`.
         """
         ended, steps, new, begins, verified = list[Ended](), list[_Accepted](), 0, False, 0.0
-        may_keep = self.ops.runs_ahead and self._is_greedy_chain
+        may_keep = self.ops.runs_ahead and self._longest_chain > 0
         rows = zip(self.sequences, self.stretches, self._verified, strict=True)
         for sequence, stretch, (drafted, result) in rows:
             if sequence.request is not stretch:  # it has ended
@@ -210,6 +213,15 @@ def _accepted(sequence: Sequence, stretch: DraftStretch, drafted: Tree | Handle,
                 break
             path.append(row + 1)
     return _Accepted(sequence, stretch, path, after)
+
+
+def _longest_chain(run: DecoderRun) -> int:
+    """Return the largest number of draft tokens that may be a chain which the host does not read; 0: none."""
+    if not run.sampler.is_argmax or run.options.kind not in ("chain", "tree"):
+        return 0
+    if run.options.kind == "chain":
+        return MAX_DECODE_ROWS
+    return SHORT_TREE if run.options.budget is None else 0
 
 
 def _rows_of(stretch: DraftStretch, tree: Tree) -> Rows:

@@ -10,6 +10,7 @@ import tiny
 from test_engine import CONTEXT, AheadOps, Ids, PooledOps, Reply, alone, drain, prompts_of, submit
 
 from common.checkpoint import open_checkpoint
+from common.decode.tuner import TunerShare
 from common.demo import demo_path
 from common.draft_stretches import DraftStretches
 from common.engine import Engine
@@ -98,6 +99,20 @@ def test_greedy_chains_are_verified_before_they_are_read(ops, counted):
     for reply in replies:  # the first token came before the first step; the last step is counted too
         lengths = reply.sequence.run.stats.lengths
         assert sum(length * steps for length, steps in lengths.items()) == len(reply.tokens) - 1
+
+
+@pytest.mark.parametrize(("size", "budget", "is_chain"), [(7, None, True), (15, None, False), (7, 7, False)])
+def test_a_short_tree_of_auto_is_a_chain(size, budget, is_chain, counted, monkeypatch):
+    """A tree of a budget that the options name stays a tree, and so does a larger one."""
+    monkeypatch.setattr(TunerShare, "choose", lambda share, most=None: size)
+    engine, asked = Engine(demo_pair(AheadOps()), Ids(), CONTEXT, parallel=2), demo_prompts()[:2]
+    replies = [submit(engine, prompt, spec="tree", tree_budget=budget, max_tokens=16) for prompt in asked]
+    drain(engine, replies)
+    assert counted.steps > 1
+    assert counted.chains == (counted.steps if is_chain else 0)
+    for reply, prompt in zip(replies, asked, strict=True):
+        expected = alone(demo_pair(NumpyOps()), prompt, spec="off", max_tokens=16)
+        assert (reply.error, reply.tokens) == (None, expected.tokens)
 
 
 @pytest.mark.parametrize(
