@@ -475,7 +475,8 @@ class Engine:
         except NoRoomError as error:
             self._make_room(error)
         except BimetalError as error:
-            for each in tuple(asking):  # `asking` may be `running`
+            self._take_kept(tuple(asking))  # which may be `running`
+            for each in [each for each in asking if each in self._open]:
                 self._end(each, error)
         except Exception as error:
             self._fail(error)
@@ -560,6 +561,7 @@ class Engine:
         failed.__cause__ = error
         self._launched.clear()
         clear_frames(error.__traceback__)  # which hold what the backend's memory is full of
+        self._take_kept(tuple(self.running))
         for sequence in (*self.running, *self.suspended) or tuple(self.waiting):
             self._end(sequence, failed)
         self._rows = RowRunner(self.target.decoding)

@@ -14,7 +14,7 @@ from common.decode.tuner import TunerShare
 from common.demo import demo_path
 from common.draft_stretches import DraftStretches
 from common.engine import Engine
-from common.errors import NoRoomError, NotFiniteError
+from common.errors import BimetalError, NoRoomError, NotFiniteError
 from common.models import load_model
 from common.models.dflash import DflashPair
 from common.models.drafts import load_pair
@@ -323,3 +323,23 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_output(monkeyp
     tokens = [what for what in events if isinstance(what, int)]
     assert sequence.slot.tokens == [*sequence.prompt, *tokens]
     assert sequence.slot.state.length == len(sequence.slot.tokens) - 1
+
+
+@pytest.mark.parametrize("error", [BimetalError, RuntimeError])
+def test_tokens_are_output_before_a_failed_launch_ends_the_reply(error, monkeypatch):
+    launches, launch = [], DraftStretches.launch
+
+    def fails(self):
+        launches.append(len(self.sequences))
+        if len(launches) == 3:
+            raise error("no")
+        return launch(self)
+
+    monkeypatch.setattr(DraftStretches, "launch", fails)
+    engine = Engine(demo_pair(AheadOps()), Letters(), CONTEXT, 2)
+    reply = submit(engine, demo_prompts()[0], spec="chain", tree_budget=5)
+    engine.drain()
+    assert isinstance(reply.error, BimetalError)
+    assert len(launches) == 3
+    assert reply.sequence.new_tokens > 3
+    assert len(reply.tokens) == reply.sequence.new_tokens
