@@ -13,9 +13,8 @@ from common.decode.requests import Computed, Draft, DraftStretch, Rows
 from common.decode.run import DecoderRun
 from common.errors import NotFiniteError
 from common.models.pair import Pair
-from common.ops import Array
-from common.row_runner import Handle, LogitRows, RowRunner, StepResults, read
-from common.sampling import Ahead
+from common.row_runner import Choice, Handle, LogitRows, RowRunner, StepResults, VerifiedChains, read
+from common.sampling import GREEDY, Ahead
 from common.sequence import Sequence
 from common.step import MAX_DECODE_ROWS, Step
 from common.stretches import Ended
@@ -37,7 +36,7 @@ class DraftStretches:
         runs = [each.run for each in self.stretches]
         self._longest_chain = min(map(_longest_chain, runs))
         self._verified: list[tuple[Any, Any]] = []  # of the launched step: each sequence's tree and its Computed
-        self._chains: tuple[int, Callable[[list[int]], tuple[Array, Array]]] | None = None  # by their draft tokens
+        self._chains: tuple[int, Callable[[list[int]], VerifiedChains]] | None = None  # by their draft tokens
         self._times = 0.0, 0.0  # when the step began, and when its trees were complete
         self._over: list[Sequence] = []  # whose stretch has ended, and not the reply
         self._next_chain = self._chain_tokens()  # of the next step
@@ -79,14 +78,15 @@ class DraftStretches:
 
     def _launch_chains(self, count: int) -> None:
         if self._chains is None or self._chains[0] != count:
-            self._chains = count, self.runner.chains(self.states, count)
-        tokens, logits = self._chains[1]([each.token for each in self.stretches])
-        drafted = StepResults(self.ops, tokens)
-        chosen = StepResults(self.ops, self.ops.sample(logits, self.stretches[0].run.sampler))
-        self._verified = [
-            (Handle(drafted, at), Computed(LogitRows(logits, at.start, at.stop), Handle(chosen, at)))
-            for at in [slice(first, first + 1 + count) for first in range(0, len(tokens), 1 + count)]
-        ]
+            choice = Choice(GREEDY, any([each.with_rows for each in self.sequences]))
+            self._chains = count, self.runner.chains(self.states, count, choice)
+        tokens, after, logits = self._chains[1]([each.token for each in self.stretches])
+        drafted, chosen = StepResults(self.ops, tokens), StepResults(self.ops, after)
+        self._verified = []
+        for first in range(0, len(tokens), 1 + count):
+            at = slice(first, first + 1 + count)
+            rows = None if logits is None else LogitRows(logits, at.start, at.stop)
+            self._verified.append((Handle(drafted, at), Computed(rows, Handle(chosen, at))))
 
     def _trees(self) -> list[Tree | Exception]:
         """Return each sequence's tree, or its error; the draft's passes are shared."""

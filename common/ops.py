@@ -16,7 +16,7 @@ import numpy as np
 from common.backend import Array, Backend, Weight
 from common.errors import BimetalError
 from common.expert_forms import Streamed
-from common.sampling import Sampler, Samplers, argmax_entropy, top_k
+from common.sampling import GREEDY, Sampler, Samplers, argmax_entropy, top_k
 from common.step import Step
 
 L2_EPS = 1e-6  # added to the sum of squares under the root, to normalize q and k of Gated DeltaNet
@@ -253,6 +253,10 @@ class Ops(Backend):
         A row with NaN raises NotFiniteError: here if the sampler reads the row on the host, else when its token is
         read.
         """
+
+    def run_greedy(self, fn: Callable[[Any, Any], Array], state: Any, step: Step) -> Array:
+        """Run fn(state, step), which gives logits, and return the most probable token of each row, as `sample` does."""
+        return self.sample(self.run(fn, state, step), GREEDY)
 
     def chooses(self, sampler: Sampler) -> bool:
         """Test whether `sample` chooses without copying the row to the host."""

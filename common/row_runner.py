@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -14,14 +14,21 @@ from common.joined_step import JoinedState, JoinedStep, joined
 from common.models import Model
 from common.models.pair import Pair, Pass
 from common.ops import Array, Ops
-from common.options import Sampling
-from common.sampling import Sampler, Samplers
+from common.sampling import GREEDY, Sampler, Samplers
 from common.step import MAX_DECODE_ROWS, State, Step
 
 Drafted = tuple[np.ndarray, ...]  # result of Pair.drafting
 DRAFT_LAYERS = 10**6  # more than any draft has
 SAMPLED, PICKED, NOT_CHOSEN = range(3)  # kinds of rows, in the order in which they lie in a step
-UNREAD = Sampler(Sampling())  # for rows whose token is not read
+Chosen = tuple[Array, Array | None]  # tokens (T,) int32; the logits (T, vocab) that they were chosen from, if needed
+VerifiedChains = tuple[Array, Array, Array | None]  # tokens (T,) int32 of chains; Chosen after each
+
+
+class Choice(NamedTuple):
+    """Choice of a token after each row of a step; `with_logits`: the logits of the rows are needed too."""
+
+    sampler: Sampler | Samplers
+    with_logits: bool
 
 
 class RowRunner:
@@ -51,33 +58,36 @@ class RowRunner:
         answers = self._together([states[i] for i in order], [rows[i] for i in order], sorted(kinds))
         return [answer for _, answer in sorted(zip(order, answers, strict=True), key=lambda pair: pair[0])]
 
-    def single_rows(self, states: list[State]) -> Callable[[Any, np.ndarray], Array]:
-        """Return a function of tokens and positions, (n,) int32, which computes the logits of a row of each state.
+    def single_rows(self, states: list[State], choice: Choice) -> Callable[[Any, np.ndarray], Chosen]:
+        """Return a function of tokens and positions, (n,) int32, which computes a row of each state.
 
         The draft's rows may be left out.
         """
-        pool, forward = cast(Any, states[0].pool), self.target.forward
+        pool, target = cast(Any, states[0].pool), self.target
         if len(states) == 1:
             (state,) = states
-            return lambda tokens, positions: forward(state, Step.chain(tokens, int(positions[0])))
+            return lambda tokens, positions: _chosen(target, state, Step.chain(tokens, int(positions[0])), choice)
         if pool is not None:  # which asks for no sequence's own step
             slots = np.array([state.slot for state in states], np.int32)
-            return lambda tokens, positions: forward(pool, JoinedStep.of_single_rows(tokens, positions, slots))
 
-        def joined_forward(tokens: Any, positions: np.ndarray) -> Array:
+            def of_pool(tokens: Any, positions: np.ndarray) -> Chosen:
+                return _chosen(target, pool, JoinedStep.of_single_rows(tokens, positions, slots), choice)
+
+            return of_pool
+
+        def of_states(tokens: Any, positions: np.ndarray) -> Chosen:
             parts = [Step.chain(THE_ROW, at) for at in positions.tolist()]
-            return self._logits(states, JoinedStep.of(parts, tokens), [True] * len(states))
+            return _chosen(*self._runs_on(states, [True] * len(states)), JoinedStep.of(parts, tokens), choice)
 
-        return joined_forward
+        return of_states
 
-    def _logits(self, states: list[State], step: JoinedStep, without_draft: list[bool]) -> Array:
-        """Run a step; the draft's rows of those `without_draft` may be left out."""
+    def _runs_on(self, states: list[State], without_draft: list[bool]) -> tuple[Model, Any]:
+        """Return the model and the state of a joined step, which may leave out the draft's rows `without_draft`."""
         target_only, pool = all(without_draft), cast(Any, states[0].pool)
         if pool is not None:
-            return (self.target if target_only else self.model).forward(pool, step)
+            return self.target if target_only else self.model, pool
         omits = self.target is not self.model  # the draft's rows, in a step after which nothing is drafted
-        state = self._state_of(states, [omits and each for each in without_draft])
-        return self._model(target_only).forward(state, step)
+        return self._model(target_only), self._state_of(states, [omits and each for each in without_draft])
 
     def _together(self, states: list[State], requests: list[Rows], kinds: list[int]) -> list[Computed | Exception]:
         """Run one step for all, in the order of their kinds."""
@@ -85,7 +95,8 @@ class RowRunner:
         tokens = tokens_of(self.ops, [step.tokens for step in steps])
         slots = None if states[0].pool is None else [state.slot for state in states]
         step = JoinedStep.of(steps, tokens, slots)
-        logits = self._logits(states, step, [rows.target_only for rows in requests])
+        model, state = self._runs_on(states, [rows.target_only for rows in requests])
+        logits = model.forward(state, step)
         runs = step.runs
         chosen = [
             *self._sampled(logits, requests[: kinds.count(SAMPLED)], runs),
@@ -106,7 +117,7 @@ class RowRunner:
         for rows, at in zip(requests, sampled, strict=True):
             assert rows.sampler is not None
             if at.start > end:
-                samplers.append((UNREAD, at.start - end))
+                samplers.append((GREEDY, at.start - end))  # their tokens are not read
             samplers.append((rows.sampler, at.stop - at.start))
             end = at.stop
         tokens = self.ops.sample(logits if end == len(logits) else logits[:end], Samplers(samplers))
@@ -226,24 +237,24 @@ class RowRunner:
         joined_pair: Any = self._model(False)
         return joined_pair.propose_each(self._state_of(states, [False] * len(states)), step, rows)
 
-    def chains(self, states: list[State], count: int) -> Callable[[list[int]], tuple[Array, Array]]:
+    def chains(self, states: list[State], count: int, choice: Choice) -> Callable[[list[int]], VerifiedChains]:
         """Return a function of each state's newest token, which drafts `count` tokens after it and verifies them.
 
-        The host need not read the drafts in between. The function returns the tokens (n,) int32 and the logits
-        (n, vocab) of 1 + count rows of each state: its newest token, and the drafted ones. The states are of a pool,
-        and the draft is one whose passes give `block_tokens`, at least `count`.
+        The host need not read the drafts in between. The function returns, of 1 + count rows of each state, the tokens
+        (n,) int32, which are its newest token and the drafted ones, and then what the model chooses after each. The
+        states are of a pool, and the draft is one whose passes give `block_tokens`, at least `count`.
         """
         pair, slots = cast(Pair, self.model), [state.slot for state in states]
         masks = np.tile(pair.pass_step(0, 0).tokens, (len(states), 1))
         rows, first = masks.shape[1], pair.rows_of_each(0, masks.shape[1]).start
 
-        def verified(newest: list[int]) -> tuple[Array, Array]:
+        def verified(newest: list[int]) -> VerifiedChains:
             starts, inputs = [state.length for state in states], masks.copy()
             inputs[:, 0] = newest
             block = JoinedStep.of_equal_runs(inputs.reshape(-1), starts, rows, slots, is_block=True)
             tokens = self.ops.draft_chains(self._proposed(states, block), inputs, first, count)
             step = JoinedStep.of_equal_runs(tokens, starts, 1 + count, slots)
-            return tokens, self._logits(states, step, [False] * len(states))
+            return tokens, *_chosen(*self._runs_on(states, [False] * len(states)), step, choice)
 
         return verified
 
@@ -259,6 +270,14 @@ class RowRunner:
         if self._state is None or self._state.states != states or self._state.layer_counts != counts:
             self._state = JoinedState(states, counts)
         return self._state
+
+
+def _chosen(model: Model, state: Any, step: Step, choice: Choice) -> Chosen:
+    """Run a step and choose a token after each row."""
+    if choice.sampler.is_argmax and not choice.with_logits:
+        return model.greedy_tokens(state, step), None
+    logits = model.forward(state, step)
+    return model.ops.sample(logits, choice.sampler), logits
 
 
 def _rows_of(request: Rows | Stretch) -> Rows:

@@ -224,6 +224,9 @@ class Ahead(Sampler):
         return out
 
 
+GREEDY = Sampler(Sampling())
+
+
 class Samplers:
     """The samplers of a step's rows, one sequence after another; none of them penalizes.
 

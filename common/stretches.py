@@ -8,8 +8,8 @@ import numpy as np
 from common.decode.requests import THE_ROW, Stretch
 from common.errors import BimetalError
 from common.ops import Array
-from common.row_runner import Handle, LogitRows, RowRunner, StepResults, token_of, tokens_of
-from common.sampling import Sampler, Samplers
+from common.row_runner import Choice, Handle, LogitRows, RowRunner, StepResults, token_of, tokens_of
+from common.sampling import Samplers
 from common.sequence import Sequence
 
 Ended = tuple[Sequence, Exception | None]  # a sequence that ends, and the error that it ends with
@@ -33,21 +33,20 @@ class Stretches:
         self.states = [each.run.state for each in self.stretches]
         self.steps_left = max(1, min(map(_steps_left, self.stretches)))  # 1 where a run may no longer run ahead
         self._taken = 0  # steps so far whose tokens were handed out
-        self._forward = runner.single_rows(self.states)
         samplers = [each.run.sampler for each in self.stretches]
-        self._sampler: Sampler | Samplers = samplers[0]
-        if len(samplers) > 1:
-            self._sampler = Samplers([(sampler, 1) for sampler in samplers])
+        sampler = samplers[0] if len(samplers) == 1 else Samplers([(each, 1) for each in samplers])
+        choice = Choice(sampler, any([each.with_rows for each in sequences]))
+        self._choose = runner.single_rows(self.states, choice)
         self._tokens = tokens_of(self.ops, [each.token for each in self.stretches])  # of the rows to be launched
         self._positions = np.array([state.length for state in self.states], np.int32)
         self._found: StepResults | None = None  # the newest tokens; None: they are still in the stretches
-        self._logits: Array = None  # from which they were chosen
-        self._ahead: tuple[Array, StepResults] | None = None  # logits and tokens of the launched step
+        self._logits: Array | None = None  # from which they were chosen; None if no sequence needs its row
+        self._ahead: tuple[StepResults, Array | None] | None = None  # tokens and logits of the launched step
 
     def launch(self) -> "Stretches":
         """Launch the step with the row of each newest token, which the host need not have read; return self."""
-        logits = self._forward(self._tokens, self._positions)
-        self._ahead = logits, StepResults(self.ops, self.ops.sample(logits, self._sampler))
+        tokens, logits = self._choose(self._tokens, self._positions)
+        self._ahead = StepResults(self.ops, tokens), logits
         return self
 
     def hand_out(self) -> tuple[list[Ended], int, bool]:
@@ -57,7 +56,7 @@ class Stretches:
         then, call `settle`.
         """
         assert self._ahead is not None
-        (logits, found), self._ahead = self._ahead, None
+        (found, logits), self._ahead = self._ahead, None
         ended, kept, new, begins = list[Ended](), list[int](), 0, False
         rows = zip(self.sequences, self.stretches, self._read(), strict=True)
         for at, (sequence, stretch, token) in enumerate(rows):
@@ -104,8 +103,10 @@ class Stretches:
         return [_token(self.ops, each.token) for each in self.stretches]
 
     def _row(self, number: int) -> Any:
-        """Return the logits row (1, vocab) from which the newest token of sequence `number` was chosen."""
-        return self.stretches[number].row if self._found is None else LogitRows(self._logits, number, number + 1)
+        """Return the logits row (1, vocab) from which the newest token of sequence `number` was chosen, or None."""
+        if self._found is None:
+            return self.stretches[number].row
+        return None if self._logits is None else LogitRows(self._logits, number, number + 1)
 
     def stop(self) -> None:
         """Launch no further step: `settle` at once, or after the tokens before the launched step were handed out."""

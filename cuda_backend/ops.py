@@ -34,6 +34,7 @@ from cuda_backend.memory import Memory, free_and_total, give_back, give_back_blo
 from cuda_backend.replay import BUCKETS, bucket
 from cuda_backend.state_table import check_room
 from cuda_backend.states import CudaPool, may_capture, pool_bytes, state_bytes
+from cuda_backend.to_host import Arrival
 from cuda_backend.upload import BUFFERS, Uploader
 from cuda_backend.weights import Weight
 
@@ -190,14 +191,30 @@ class CudaOps(Ops):
         return CudaPool(spec, slots, capacity, apply_paths, self.context.stream, tokens, batches)
 
     def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, needed: slice | None = None) -> Any:
-        if self.idle:
-            self.idle.begins()
-        play = partial(self.context.replay.run, fn, state, step)
-        store = self.context.experts
-        out, count = play() if store is None else store.step(fn, len(step), bucket(len(step)), play)
+        out, count = self._run(fn, state, step)
         if isinstance(out, tuple):
             return tuple(rows.out_of_arena(self.context, x, count) for x in out)
         return rows.out_of_arena(self.context, out if needed is None else out[needed], count)
+
+    def run_greedy(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Array:
+        if len(step) > MAX_DECODE_ROWS:
+            return super().run_greedy(fn, state, step)
+        arrival = self.context.to_host.expect(len(step))
+        logits, count = self._run(fn, state, step, arrival)
+        tokens = sampling.greedy_tokens(self.context, logits, count, arrival)
+        if self.idle:
+            self.idle.ends()
+        return tokens
+
+    def _run(
+        self, fn: Callable[[Any, Any], Any], state: Any, step: Step, arrival: Arrival | None = None
+    ) -> tuple[Any, int]:
+        """Run a step as Replay.run does, with the experts that it needs."""
+        if self.idle:
+            self.idle.begins()
+        play = partial(self.context.replay.run, fn, state, step, arrival)
+        store = self.context.experts
+        return play() if store is None else store.step(fn, len(step), bucket(len(step)), play)
 
     def scope(self, layer: int, block: Callable[[AnyArray], AnyArray], x: AnyArray) -> AnyArray:
         self.context.arena.turn()

@@ -15,6 +15,7 @@ from cuda_backend.launch import kernel
 from cuda_backend.ops import CudaOps
 from cuda_backend.replay import bucket
 from cuda_backend.routing_replay import Routing
+from cuda_backend.to_host import Arrival
 from cuda_backend.weights import Stage, Weight
 
 
@@ -42,10 +43,12 @@ class RandomOps(CudaOps):
             if self.context.routing:
                 self.context.routing.open(sorted(self.experts_of), max(self.experts_of.values(), default=0))
 
-    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, needed: slice | None = None) -> Any:
+    def _run(
+        self, fn: Callable[[Any, Any], Any], state: Any, step: Step, arrival: Arrival | None = None
+    ) -> tuple[Any, int]:
         if self.context.routing and len(step) <= MAX_DECODE_ROWS:
             self.context.routing.step(len(step), bucket(len(step)))
-        return super().run(fn, state, step, needed)
+        return super()._run(fn, state, step, arrival)
 
     @property
     def stage(self) -> Stage:

@@ -23,6 +23,7 @@ from cuda_backend.launch import Graph, Stream
 from cuda_backend.memory import Arena, Memory
 from cuda_backend.runs import MAX_RUNS, NUMBERS, Run, RunInputs, Runs
 from cuda_backend.segments import Program, Shape, run_step
+from cuda_backend.to_host import Arrival
 from cuda_backend.tree_order import depth_first, lines
 
 Table = MutableMapping[Shape, Program | None]  # captured steps of a function; None: the step has run once, not captured
@@ -34,7 +35,7 @@ LONG_ROWS = 1024  # most rows of a captured long step: up to here the device wai
 LONG_PROGRAMS = 32  # captured long steps that are kept, per function
 
 # kernels/prelude.cuh StepState: its leading numbers, the offsets of its other fields, and its end
-HEAD = struct.Struct("3i")  # rows, runs, kept
+HEAD = struct.Struct("3i4x2Q")  # rows, runs, kept, and the addresses for greedy tokens, on the device and the host
 PATH = 64
 SEEN = PATH + 4 * MAX_DECODE_ROWS
 SEEN_BYTES = -(-MAX_DECODE_ROWS // 32) * 4  # bytes per row
@@ -138,7 +139,7 @@ def _put_rows(host: bytearray, all_parents: list[int] | None, runs: Runs) -> lis
 class Inputs:
     """Device memory at a fixed address, from which kernels and captured graphs read a step of at most `rows` rows.
 
-        0                      numbers of rows and runs, and the store that holds the rows of paths: HEAD
+        0                      numbers of rows and runs, the store that holds the rows of paths, addresses: HEAD
         PATH                   committed rows of the preceding step, of all runs
         SEEN                   for each row a bit mask of the rows that it sees
         LINE, MOVES, PARENTS   the order in which recurrent layers compute the rows of trees
@@ -156,6 +157,7 @@ class Inputs:
         self.tokens = self.memory.address + END + 4 * rows
         self.sampled: Array | None = None  # the array whose tokens a kernel wrote there too: `place_for`
         self.hidden: dict[int, Memory] = {}  # by columns; kept, since captured graphs have the addresses
+        self._keys: dict[int, Memory] = {}  # by keys of each row; kept as well
         self.steps: dict[tuple[Shape, bool], DeviceStep] = {}
         cupy.cuda.runtime.memsetAsync(self.memory.address, 0, self.memory.nbytes, stream.ptr)
 
@@ -164,8 +166,16 @@ class Inputs:
         self.sampled = tokens
         return self.tokens
 
-    def upload(self, step: Step, run_inputs: RunInputs) -> None:
+    def keys(self, count: int) -> int:
+        """Return the address of `count` keys of 8 bytes for each row, by which kernels/sample.cu compares logits."""
+        if count not in self._keys:
+            self._keys[count] = Memory(8 * self.rows * count, self.stream)
+        return self._keys[count].address
+
+    def upload(self, step: Step, run_inputs: RunInputs, arrival: Arrival | None = None) -> None:
         """Put a step together in host memory, and queue its copy to the device on the stream.
+
+        arrival  to which the most probable tokens of its rows will be written
 
         Steps without trees that branch begin as copies of templates, in which only the head, the path, the runs,
         positions and tokens are missing. Other steps begin as zeros.
@@ -182,7 +192,8 @@ class Inputs:
         else:
             host = bytearray(nbytes)
             branches = _put_rows(host, parents.tolist(), runs)
-        HEAD.pack_into(host, 0, T, len(runs), run_inputs.path_store)
+        places = (arrival.on_device, arrival.address) if arrival else (0, 0)
+        HEAD.pack_into(host, 0, T, len(runs), run_inputs.path_store, *places)
         if path := list(chain.from_iterable(run_inputs.paths)):
             struct.pack_into(f"{len(path)}i", host, PATH, *path)
         kind = 1 if T > MAX_DECODE_ROWS else 2 if parents is None else 0
@@ -241,14 +252,20 @@ class Replay:
         self.larger_inputs: Inputs | None = None
         self.overlap = overlap
         self.active: DeviceStep | None = None  # the step whose ops are being launched
+        self._replayed: dict[Any, Graph | None] = {}
 
-    def run(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: Step) -> tuple[Any, int]:
-        """Run fn(state, step); returns (result in arena memory, which the next run overwrites; number of real rows)."""
+    def run(
+        self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: Step, arrival: Arrival | None = None
+    ) -> tuple[Any, int]:
+        """Run fn(state, step); returns (result in arena memory, which the next run overwrites; number of real rows).
+
+        arrival  as in Inputs.upload
+        """
         pool, runs = state.pool, state.runs(step)
         check(step, runs, pool.lengths, state.capacity)
         pool.note_runs(step, runs)
         shape, table = shape_of(pool, step, runs), table_of(state, fn)
-        device_step = self.uploaded(self.inputs_for(step), shape, step, pool.inputs(step, runs))
+        device_step = self.uploaded(self.inputs_for(step), shape, step, pool.inputs(step, runs), arrival)
         repeats = self.captures_long and pool.captures_long and isinstance(fn, Repeated)
         if repeats and MAX_DECODE_ROWS < shape.T <= LONG_ROWS:
             return self._run_long(fn, state, device_step, table), len(step)
@@ -287,9 +304,11 @@ class Replay:
         """Upload a noted step of a CudaPool to the memory that graphs read."""
         return self.uploaded(self.inputs_for(step), shape_of(pool, step, runs), step, pool.inputs(step, runs))
 
-    def uploaded(self, inputs: Inputs, shape: Shape, step: Step, run_inputs: RunInputs) -> DeviceStep:
-        """Upload a step to `inputs`, for launches of `shape`."""
-        inputs.upload(step, run_inputs)
+    def uploaded(
+        self, inputs: Inputs, shape: Shape, step: Step, run_inputs: RunInputs, arrival: Arrival | None = None
+    ) -> DeviceStep:
+        """Upload a step to `inputs`, for launches of `shape`; `arrival` as in Inputs.upload."""
+        inputs.upload(step, run_inputs, arrival)
         if shape.T <= MAX_DECODE_ROWS:
             return inputs.step(shape, step.parents is None)
         hidden = inputs.place_hidden(step.hidden)
@@ -319,6 +338,25 @@ class Replay:
             return fn(state, step)
         finally:
             self.active = None
+
+    def replayed(self, key: Any, launch: Callable[[], object]) -> None:
+        """Call `launch`, whose kernels and their arguments depend on `key` alone, or replay what it launched.
+
+        The first call, in which kernels may be compiled, is not captured.
+        """
+        if key not in self._replayed:
+            launch()
+            self._replayed[key] = None
+            return
+        graph = self._replayed[key]
+        if graph is None:
+            graph = self.graph(overlap=False)
+            try:
+                launch()
+            finally:
+                graph.end()
+            self._replayed[key] = graph
+        graph.play()
 
     def graph(self, overlap: bool = True) -> Graph:
         """Begin a graph that captures the following launches; with `overlap` kernels may overlap if the GPU can."""

@@ -8,13 +8,15 @@ import cupy
 import numpy as np
 
 from common.options import Sampling
-from common.sampling import ONE, Sampler, Samplers
+from common.sampling import GREEDY, ONE, Sampler, Samplers
 from common.step import MAX_DECODE_ROWS
 from cuda_backend.arrays import Array
 from cuda_backend.context import Context
 from cuda_backend.launch import kernel
 from cuda_backend.memory import Memory, upload
-from cuda_backend.rows import pieces_of
+from cuda_backend.rows import out_of_arena, pieces_of
+from cuda_backend.to_host import Arrival
+from cuda_backend.views import float4_aligned, view
 
 DRAW_BINS = 2048  # kernels/draw.cu BINS
 DRAW = np.dtype("f8, f8, f8, u8, i4, i4")  # kernels/draw.cu Draw
@@ -28,19 +30,53 @@ def sample(context: Context, logits: Array, sampler: Sampler | Samplers) -> Arra
     """Choose a token for each row, int32 (T,), by `sampler`, or by each row's own sampler."""
     T, stream = logits.shape[0], context.stream
     best, keys = _best(context, logits)
+    if sampler.is_argmax:
+        arrival = context.to_host.expect(T)
+        tokens = _arriving(arrival, T, keys)
+        next_step = context.replay.decode_inputs.place_for(tokens) if T <= MAX_DECODE_ROWS else tokens.address
+        kernel("sample", "final")((T,), (32,), (*best, tokens.address, next_step, arrival.address), stream=stream)
+        arrival.launched()
+        return tokens
     memory = Memory(T * 4, stream)
     tokens = Array((T,), memory.address, owner=(memory, keys), dtype=np.int32)
-    if not sampler.is_argmax:
-        if isinstance(sampler, Samplers):
-            _draw_each(context, logits, best, sampler, tokens.address)
-        else:
-            _draw(context, logits, best, sampler, tokens.address)
-        tokens.arrival = context.to_host.copy(tokens.address, T)
-        return tokens
-    next_step = context.replay.decode_inputs.place_for(tokens) if T <= MAX_DECODE_ROWS else tokens.address
-    tokens.arrival = arrival = context.to_host.expect(T)
-    kernel("sample", "final")((T,), (32,), (*best, tokens.address, next_step, arrival.address), stream=stream)
+    if isinstance(sampler, Samplers):
+        _draw_each(context, logits, best, sampler, tokens.address)
+    else:
+        _draw(context, logits, best, sampler, tokens.address)
+    tokens.arrival = context.to_host.copy(tokens.address, T)
+    return tokens
+
+
+def greedy_tokens(context: Context, logits: Array, count: int, arrival: Arrival) -> Array:
+    """Return the most probable token of each of the first `count` rows of a step's logits, which lie in the arena.
+
+    The tokens are those of `sample`. The logits are not copied, and the launches are captured and replayed: their
+    arguments depend only on where the logits lie.
+
+    arrival  of `count` numbers, with which the step was uploaded
+    """
+    if not float4_aligned(logits):
+        return sample(context, out_of_arena(context, logits, count), GREEDY)
+    T, V = logits.shape
+    replay, stream, pieces = context.replay, context.stream, pieces_of(V)
+    keys, next_step = replay.decode_inputs.keys(pieces), replay.decode_inputs.tokens
+
+    def launch() -> None:
+        kernel("sample", "add_up")((pieces, T), (256,), (view(logits), V, 0, keys), stream=stream)
+        args = keys, pieces, replay.decode_inputs.memory.address, next_step
+        kernel("sample", "choose")((T,), (32,), args, stream=stream)
+
+    replay.replayed((T, V, logits.address, logits.strides, logits.partials, logits.partial_stride), launch)
     arrival.launched()
+    tokens = _arriving(arrival, count)
+    replay.decode_inputs.place_for(tokens)
+    return tokens
+
+
+def _arriving(arrival: Arrival, count: int, keys: Memory | None = None) -> Array:
+    """Return the tokens that kernels write to the memory of an Arrival; `keys` lives as long as they do."""
+    tokens = Array((count,), arrival.on_device, owner=(arrival, keys), dtype=np.int32)
+    tokens.arrival = arrival
     return tokens
 
 
@@ -48,12 +84,11 @@ def draft_chains(context: Context, logits: Array, tokens: np.ndarray, first: int
     """Join newest tokens, which are on the device since the pass, and drafted ones, as Ops.draft_chains does."""
     (sequences, rows), stream = tokens.shape, context.stream
     T, (best, keys) = sequences * (1 + count), _best(context, logits)
-    memory, arrival = Memory(4 * T, stream), context.to_host.expect(T)
-    chains = Array((T,), memory.address, owner=(memory, keys), dtype=np.int32)
+    arrival = context.to_host.expect(T)
+    chains = _arriving(arrival, T, keys)
     args = *best, context.replay.decode_inputs.tokens, rows, first, 1 + count, chains.address, arrival.address
     kernel("sample", "chains")((T,), (32,), args, stream=stream)
     arrival.launched()
-    chains.arrival = arrival
     return chains
 
 

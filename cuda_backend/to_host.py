@@ -7,29 +7,35 @@ import cupy
 import numpy as np
 
 from cuda_backend.launch import Stream
+from cuda_backend.memory import Memory
 
 FEW = 1 << 14  # most numbers copied through pinned memory; the driver copies longer arrays in pieces
 
 
 class Place(NamedTuple):
-    """Pinned host memory for int32 `numbers` at `address`, and the event after which they are complete."""
+    """Pinned host memory for int32 `numbers` at `address`, and the event after which they are complete.
+
+    on_device  device memory for as many numbers
+    """
 
     numbers: np.ndarray
     address: int
     done: cupy.cuda.Event
+    on_device: Memory
 
 
 class Arrival:
     """Array of int32 numbers in a Place of pinned host memory, complete once the event `done` has happened.
 
-    address  address of the numbers, for the host and for kernels
+    address    address of the numbers, for the host and for kernels
+    on_device  address of device memory for as many numbers, which lives as long as this object
     """
 
-    __slots__ = ("address", "done", "numbers", "place", "to_host")
+    __slots__ = ("address", "done", "numbers", "on_device", "place", "to_host")
 
     def __init__(self, to_host: "ToHost", place: Place, count: int):
         self.to_host, self.place, self.address, self.done = to_host, place, place.address, place.done
-        self.numbers = place.numbers[:count]
+        self.numbers, self.on_device = place.numbers[:count], place.on_device.address
 
     def __del__(self) -> None:
         self.to_host.give_back(self.place)
@@ -66,7 +72,8 @@ class ToHost:
 
     def _new_place(self, size: int) -> Place:
         numbers = np.frombuffer(self.pool.malloc(4 * size), np.int32, size)
-        return Place(numbers, numbers.ctypes.data, cupy.cuda.Event(disable_timing=True))
+        memory = Memory(4 * size, self.stream)
+        return Place(numbers, numbers.ctypes.data, cupy.cuda.Event(disable_timing=True), memory)
 
     def give_back(self, place: Place) -> None:
         """Take the place of an Arrival that is gone."""

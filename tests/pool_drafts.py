@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 
 from common.decode.requests import Draft
-from common.row_runner import RowRunner
+from common.row_runner import Choice, RowRunner
+from common.sampling import GREEDY
 from common.step import State, Step
 
 Asked = tuple[State, Draft]
@@ -33,8 +34,14 @@ def assert_alike(pair: Any, text: np.ndarray) -> None:
 
 def assert_chains_alike(pair: Any, runner: RowRunner, asked: list[Asked], alone: list[Asked], count: int) -> None:
     """Assert that chains verified before the host reads them have the tokens and logits of each alone, to the bit."""
-    tokens, logits = runner.chains([state for state, _ in asked], count)([draft.token for _, draft in asked])
+    states, newest = [state for state, _ in asked], [draft.token for _, draft in asked]
+    tokens, after, logits = runner.chains(states, count, Choice(GREEDY, with_logits=True))(newest)
     (read,), found = pair.ops.read_all(tokens), pair.ops.read(logits)
+    assert pair.ops.read(after).tolist() == found.argmax(-1).tolist()
+    tokens, after, left = runner.chains(states, count, Choice(GREEDY, with_logits=False))(newest)
+    assert left is None
+    assert pair.ops.read(tokens).tolist() == read.tolist()
+    assert pair.ops.read(after).tolist() == found.argmax(-1).tolist()
     for number, (state, draft) in enumerate(alone):
         own = slice(number * (1 + count), (number + 1) * (1 + count))
         drafted = pair.drafted(state, draft.token, 1, count)[0][:count, 0]

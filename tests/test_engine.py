@@ -253,14 +253,14 @@ def test_steps_are_joined():
     """Sequences that decode share one pass over the weights."""
     model = tiny.load("qwen35", NumpyOps())
     engine, rows = without_clock(Engine(model, Ids(), CONTEXT, parallel=4)), []
-    forward = type(model).forward
+    run = NumpyOps.run
 
-    def counted(self, state, step, *rest):
+    def counted(ops, fn, state, step, *rest):
         rows.append(len(step))
-        return forward(self, state, step, *rest)
+        return run(ops, fn, state, step, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(model), "forward", counted)
+        patch.setattr(NumpyOps, "run", counted)
         replies = [submit(engine, [5, 6, 7 + n], max_tokens=20) for n in range(4)]
         while engine.turn():
             pass
@@ -281,8 +281,8 @@ def test_the_last_token_of_a_prompt_is_read_beside_rows_of_others(name, how, mon
     model, rows = tiny.load(name, NumpyOps()), list[int]()
     prompts = [[5, 6, 7, 8, 9, 10 + n] for n in range(3)]
     expected = [alone(model, prompt, max_tokens=12, **how) for prompt in prompts]
-    engine, forward = without_clock(Engine(model, Ids(), CONTEXT, parallel=3)), type(model).forward
-    monkeypatch.setattr(type(model), "forward", lambda *of: (rows.append(len(of[2])), forward(*of))[1])
+    engine, run = without_clock(Engine(model, Ids(), CONTEXT, parallel=3)), NumpyOps.run
+    monkeypatch.setattr(NumpyOps, "run", lambda *of: (rows.append(len(of[3])), run(*of))[1])
     replies = [Reply() for _ in prompts]
     for reply, prompt in zip(replies, prompts, strict=True):
         options = GenerationOptions(max_tokens=12, **how)
@@ -301,8 +301,8 @@ def test_pieces_reach_callers_once_per_step_and_after_the_next_launch(ahead, mon
     monkeypatch.setattr(NumpyOps, "runs_ahead", ahead)
     model, done = tiny.load("llama", NumpyOps()), list[str]()
     shown = SimpleNamespace(end_ids=frozenset(), vocab_size=2**31, decoder=lambda: SimpleNamespace(push=str))
-    engine, forward = without_clock(Engine(model, shown, CONTEXT, parallel=4)), type(model).forward
-    monkeypatch.setattr(type(model), "forward", lambda *of: (done.append("launch"), forward(*of))[1])
+    engine, run = without_clock(Engine(model, shown, CONTEXT, parallel=4)), NumpyOps.run
+    monkeypatch.setattr(NumpyOps, "run", lambda *of: (done.append("launch"), run(*of))[1])
     engine.deliver = lambda: done.append("deliver")
     replies = [submit(engine, [5, 6, 7 + n], max_tokens=20) for n in range(4)]
     for reply in replies:
@@ -328,13 +328,13 @@ def test_no_token_waits_for_the_next_prompt_step(monkeypatch):
     monkeypatch.setattr(NumpyOps, "runs_ahead", True)
     monkeypatch.setattr(NumpyOps, "prefill_rows", 8)
     model, steps = tiny.load("llama", NumpyOps()), [0]
-    engine, forward = Engine(model, Ids(), CONTEXT, parallel=2), type(model).forward
+    engine, run = Engine(model, Ids(), CONTEXT, parallel=2), NumpyOps.run
 
-    def counted(model, state, step, *rows):
+    def counted(ops, fn, state, step, *rest):
         steps[0] += len(step) <= 2  # those of decoding, which may read the last token of a prompt
-        return forward(model, state, step, *rows)
+        return run(ops, fn, state, step, *rest)
 
-    monkeypatch.setattr(type(model), "forward", counted)
+    monkeypatch.setattr(NumpyOps, "run", counted)
     first = submit(engine, [5, 6, 7], max_tokens=300)
     unread = [[], []]  # steps whose token was not handed over, after turns without and with a prompt to read
     while first.sequence.new_tokens < 20:
@@ -488,15 +488,15 @@ def test_logits_that_are_nan_end_their_sequence_alone(monkeypatch):
     replies = [submit(engine, [5, 6, 7 + n], max_tokens=36) for n in range(3)]
     while any(reply.sequence.new_tokens < 4 for reply in replies):
         engine.turn()
-    forward = type(model).forward
+    run = NumpyOps.run
 
-    def spoiled(self, state, step, *rest):
-        logits = np.array(forward(self, state, step, *rest))
+    def spoiled(ops, fn, state, step, *rest):
+        logits = np.array(run(ops, fn, state, step, *rest))
         logits[1] = np.nan
         return logits
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(model), "forward", spoiled)
+        patch.setattr(NumpyOps, "run", spoiled)
         engine.turn()
     while engine.turn():
         pass
@@ -517,7 +517,7 @@ def test_a_failing_backend_ends_all_with_one_sentence(monkeypatch):
         raise MemoryError("no 7 GB more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(model), "forward", full)
+        patch.setattr(NumpyOps, "run", full)
         while engine.turn():
             pass
     said = "the numpy backend failed, and all replies in progress ended: no 7 GB more"
@@ -541,7 +541,7 @@ def test_calls_that_wait_end_where_a_failed_backend_has_no_memory_left(monkeypat
         raise RuntimeError("an illegal address")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(model), "forward", broken)
+        patch.setattr(NumpyOps, "run", broken)
         patch.setattr(PooledOps, "new_pool", broken)
         engine.drain()
     assert [type(reply.error) for reply in (*running, waiting)] == [BimetalError, BimetalError, RuntimeError]
@@ -749,13 +749,13 @@ def test_prompts_are_cut_at_places_of_their_own(monkeypatch):
     """On a fixed grid and at the shared point, whatever the state held before and what else runs."""
     monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
     engine, steps = Engine(tiny.load("llama", NumpyOps()), Ids(), CONTEXT, parallel=2), []
-    forward = type(engine.model).forward
+    run = NumpyOps.run
     monkeypatch.setattr(
-        type(engine.model),
-        "forward",
-        lambda self, state, step, *rest: (
+        NumpyOps,
+        "run",
+        lambda ops, fn, state, step, *rest: (
             steps.append((int(step.positions[0]), len(step))),
-            forward(self, state, step, *rest),
+            run(ops, fn, state, step, *rest),
         )[1],
     )
     prompt = [5 + n % 60 for n in range(50)]
@@ -844,15 +844,15 @@ def test_the_steps_of_several_drafting_sequences_keep_to_the_row_budget(spec, tm
     """One step verifies the draft tokens of all, fewer of each; the texts are those of running alone."""
     pair, _ = models("draft", "qwen3", NumpyOps(), tmp_path)
     engine, rows, how = without_clock(Engine(pair, Ids(), CONTEXT, parallel=4)), [], {"spec": spec, "tree_budget": 40}
-    forward = type(pair).forward
+    run = NumpyOps.run
 
-    def counted(self, state, step, *rest):
+    def counted(ops, fn, state, step, *rest):
         rows.append((len(step), len(engine.running)))
-        return forward(self, state, step, *rest)
+        return run(ops, fn, state, step, *rest)
 
     asked = [([5, 6, 7 + n] * 4, how | {"max_tokens": 12 + 4 * n}) for n in range(4)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(pair), "forward", counted)
+        patch.setattr(NumpyOps, "run", counted)
         replies = drain(engine, [submit(engine, prompt, **each) for prompt, each in asked])
     together = [n for n, running in rows if running > 1][5:]  # after prompts, and drafts made beside fewer
     assert max(together) <= VERIFY_ROWS

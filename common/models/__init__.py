@@ -157,6 +157,13 @@ class Model:
             return self.ops.run(self._last_row, state, step)
         return self.ops.run(partial(self._logits, rows=slice(start, stop, stride)), state, step)
 
+    def greedy_tokens(self, state: State, step: Step) -> Array:
+        """Compute the most probable token after each row of a step, (T,) int32; commits nothing.
+
+        A backend may then leave the logits where it computed them.
+        """
+        return self.ops.run_greedy(self._every_row, state, step)
+
     def forward_in_parts(self, state: State, step: Step, rows: slice) -> Generator[None, None, Array]:
         """Compute what `forward` returns in parts of consecutive layers; yields between them.
 

@@ -155,7 +155,8 @@ struct __align__(16) Run {  // the rows of one sequence, which lie together; oth
     int kind, branches, unused[2];      // kind: 0 tree, 1 chain of any length, 2 block
 };
 struct __align__(16) StepState {
-    int rows, runs, path_store, unused[13];  // number of the store with the rows of the paths; this step's go to another
+    int rows, runs, path_store, unused;  // number of the store with the rows of the paths; this step's go to another
+    int *tokens, *host, spare[8];  // where sample.cu `choose` writes the most probable token of each row
     int path[MAX_DECODE_ROWS];         // rows of the step before
     u32 seen[MAX_DECODE_ROWS][ROW_WORDS];  // bit j: this row of a tree sees row j of its run
     // of branches, in the order of rows, a byte each: the row and three before it, newest first; -1 is the newest committed

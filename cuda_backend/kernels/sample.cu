@@ -1,9 +1,10 @@
 // sample: finds the largest logit of each row; ties go to the smaller id, and a NaN anywhere in the row gives -1
 // Meaning   common/sampling.py Sampler.pick at temperature 0   Launcher  cuda_backend/sampling.py
 // In        logits [T][V] float32; for add_up partial sums, readable as float4
-// Out       tokens [T] int32, also in host memory, and of final at the address that the next step reads; add_up: the logits
+// Out       tokens [T] int32, also in host memory, and of final and choose at the address that the next step reads; add_up: the
+//           logits, unless their address is null
 // Work      add_up: a CTA adds up 1,024 logits and writes their largest key. partial: for logits without partial sums, 64 CTAs per
-//           row write a key each. final, chains: a warp per token
+//           row write a key each. final, choose, chains: a warp per token
 // Bound     bytes of logits
 // Tried     partial sums added by a separate launch before the search -> a step of WeDLM-8B 1.683 ms against 1.675 (H200), 2.12
 //             against 2.11 at 16 rows
@@ -25,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(256) add_up(In x, int V, float* log
     u64 key = 0;
     if (i < V) {
         const float4 v = sum_of_partials(row_of(x, t) + i, x);
-        *(float4*)(logits + (s64)t * V + i) = v;
+        if (logits) *(float4*)(logits + (s64)t * V + i) = v;
         key = max(max(key_of(v.x, i), key_of(v.y, i + 1)), max(key_of(v.z, i + 2), key_of(v.w, i + 3)));
     }
     leave(key, keys);
@@ -50,6 +51,14 @@ __device__ __forceinline__ int token_of(const u64* keys, int n) {
 extern "C" __global__ void final(const u64* keys, int n, int* tokens, int* next, int* host) {
     const int token = token_of(keys + blockIdx.x * n, n);
     if (threadIdx.x == 0) tokens[blockIdx.x] = next[blockIdx.x] = host[blockIdx.x] = token;
+}
+
+// As final, of the real rows of a step, to the addresses that its StepState names: a captured launch serves all steps.
+extern "C" __global__ void choose(const u64* keys, int n, const StepState* step, int* next) {
+    const int row = blockIdx.x;
+    if (row >= step->rows) return;
+    const int token = token_of(keys + row * n, n);
+    if (threadIdx.x == 0) step->tokens[row] = next[row] = step->host[row] = token;
 }
 
 // A draft's pass has `rows` rows of each sequence, with the newest token in the first. `each` tokens per sequence: the newest,

@@ -7,8 +7,8 @@ import pytest
 
 from common.errors import NotFiniteError
 from common.reference import NumpyOps
-from common.sampling import NOT_A_TOKEN, Sampler, Samplers, Sampling, argmax_entropy
-from common.step import Step
+from common.sampling import GREEDY, NOT_A_TOKEN, Sampler, Samplers, Sampling, argmax_entropy
+from common.step import MAX_DECODE_ROWS, Step
 from common.tensors import Tensor
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -216,6 +216,43 @@ def test_sampled_steps(vocab):
     rows[1, -1] = np.nan
     with pytest.raises(NotFiniteError):
         ops.read(ops.sample(rows_of.out_of_arena(ops.context, rows_on(ops, rows), 2), greedy))
+
+
+@pytest.mark.parametrize("vocab", [4, 1028, 5000, 5003])
+def test_greedy_steps(vocab):
+    """Tokens chosen where the logits lie are those of `sample`, and stay while later steps run."""
+    ops = CudaOps()
+    state, rng = ops.new_state((), 256), np.random.default_rng(6)
+    rows = rng.normal(size=(vocab, 256)).astype(np.float32)
+    table = ops.weight(Tensor("x", "F32", rows.shape, rows.view(np.uint8)))
+    head = ops.weight(random_matrix("Q4_K", vocab, 256))
+
+    def fn(state, step):
+        return ops.linear(ops.embed(table, step.tokens), head)
+
+    earlier = []
+    for T in (1, 5, 5, 11, 1, 5, 5, 11, 136, 136, 137):
+        step = Step.chain(rng.integers(0, vocab, T).astype(np.int32), 0)
+        want = ops.read(ops.sample(ops.run(fn, state, step), GREEDY))
+        for _ in range(3):  # as it comes, captured, replayed
+            tokens = ops.run_greedy(fn, state, step)
+            if T <= MAX_DECODE_ROWS:  # the next step reads them where they are
+                after = ops.read(ops.run_greedy(fn, state, Step.chain(tokens, 0)))
+                assert after.tolist() == ops.read(ops.run_greedy(fn, state, Step.chain(want, 0))).tolist()
+            assert ops.read(tokens).tolist() == want.tolist()
+            assert ops.read(tokens[:1]).tolist() == want[:1].tolist()
+        earlier.append((tokens, want))
+    for tokens, want in earlier:
+        assert ops.read(tokens).tolist() == want.tolist()
+        assert ops.read(tokens[-1:]).tolist() == want[-1:].tolist()
+    later = ops.run_greedy(fn, state, Step.chain(earlier[1][0], 0))  # of a step before the last
+    assert ops.read(later).tolist() == ops.read(ops.run_greedy(fn, state, Step.chain(earlier[1][1], 0))).tolist()
+    rows[3] = np.nan
+    table = ops.weight(Tensor("x", "F32", rows.shape, rows.view(np.uint8)))
+    spoiled = ops.run_greedy(lambda *of: fn(*of), state, Step.chain(np.array([1, 3], np.int32), 0))
+    assert ops.read(spoiled[:1])[0] >= 0
+    with pytest.raises(NotFiniteError):
+        ops.read(spoiled)
 
 
 def test_chosen_tokens_do_not_wait_for_later_work(ops, monkeypatch):
