@@ -21,7 +21,6 @@ from common.errors import CLOSED, BimetalError, NoRoomError
 from common.histogram import Histogram
 from common.models import Model
 from common.models.window import windowed
-from common.ops import Array
 from common.options import GenerationOptions
 from common.pieces import Piece
 from common.row_runner import RowRunner
@@ -271,6 +270,8 @@ class Engine:
             self._moved(self._suspended.resume(self.running))
         elif self.waiting and len(self.running) < self.parallel:
             self.schedule.admit(self.waiting, self._begin)
+            if begun := [each for each in self.running if each.request is None and not each.reads]:
+                self._decode(begun)
 
     def _begin(self, sequence: Sequence) -> bool:
         """Give `sequence` a slot and begin its prompt, if slot and memory are free; return whether it has begun."""
@@ -285,9 +286,9 @@ class Engine:
             sequence.slot = slot
             if sequence.begin(slot, slot.rewind(sequence.prompt, sequence.reading), self.prefixes):
                 self._share_rows()
-            else:
+            else:  # its decoder runs after all calls of this turn have begun, so that the number of rows is known
                 logits = slot.logits_after(len(sequence.prompt)) if sequence.cached == len(sequence.prompt) else ()
-                self._decode(sequence, logits)
+                sequence.decode(logits)
         except Exception as error:
             if sequence.slot is not None:
                 sequence.slot.reset()  # its state may be partly restored
@@ -376,19 +377,19 @@ class Engine:
         step, logits = read
         try:
             if not sequence.commit_prompt_step(step, logits, self.prefixes):
-                self._decode(sequence, logits)
+                sequence.decode(logits)
+                self._decode([sequence])
         except BaseException as error:  # of the caller's own function, sys.exit included
             self._end(sequence, error)
         self.step_tokens.observe(len(step) + sequence.new_tokens)
 
-    def _decode(self, sequence: Sequence, logits: Array) -> None:
-        """Begin to decode after the prompt."""
-        tuner, speculation = None, sequence.speculation
-        if speculation.drafts and speculation.budget is None:
-            tuner = self._tuner(sequence)
-        sequence.decode(logits, tuner)
+    def _decode(self, sequences: List[Sequence]) -> None:
+        """Run the decoders of sequences that have begun to decode up to their first requests."""
         self._share_rows()
-        self._advance(sequence, None)
+        for each in sequences:
+            if each.speculation.drafts and each.speculation.budget is None:
+                each.take_tuner(self._tuner(each))
+            self._advance(each, None)
 
     def _share_rows(self) -> None:
         """Divide the rows of a step among the sequences that draft, by a limit of the draft tokens of each.

@@ -277,16 +277,19 @@ class Sequence:
 
     # -- the reply ---------------------------------------------------------------------------------------------------
 
-    def decode(self, logits: Array, tuner: TunerShare | None) -> None:
+    def take_tuner(self, tuner: TunerShare) -> None:
+        """Take the tuner that chooses the budgets of the reply, before the decoder begins."""
+        assert self.run
+        self.tuner = self.run.tuner = tuner
+
+    def decode(self, logits: Array) -> None:
         """Begin to decode from the logits (1, vocab) of the prompt's last row, unless some of the prompt is unread."""
         assert self.slot
-        self.tuner = tuner
         state, target = self.slot.state, self.target
         unread = self.prompt[state.length :]
         self.run = DecoderRun(
             target.decoding, state, logits, self.sampler, self.prompt, self.speculation, unread=unread
         )
-        self.run.tuner = tuner
         self.first_token_at = self.last_token_at = time.perf_counter()
         self.decoder = decode(self.run)
 
