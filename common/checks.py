@@ -55,7 +55,7 @@ def check_fits(tokens: int, context: int, trained: int) -> None:
 def check_head(config: Any) -> None:
     """Refuse a model without a head, which has no logits: UsageError."""
     if not getattr(config, "has_head", True):
-        raise UsageError("the model's files have no head (lm_head.weight): it gives embeddings alone")
+        raise UsageError("the model's files have no head (lm_head.weight): it generates no text")
 
 
 def default_spec(model: Any) -> str:

@@ -1,6 +1,6 @@
 """Compute the embedding of a text: hidden states after the model's last norm, of one token or averaged."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,21 +35,33 @@ def embed(model: Model, tokens: Sequence[int], context: int, pooling: Pooling) -
 
     Between two `yield`s one step of the model is computed. Raises UsageError for models that mlx-lm runs.
     """
-    if not isinstance(model, Model):
-        raise UsageError("models that mlx-lm runs do not show their hidden states; use one that bimetal defines")
     ids = check_tokens(tokens, model.config.vocab)
     check_fits(len(ids), context, model.config.context)
+    state = empty_state(model, len(ids))
+    total = np.zeros(model.config.hidden)
+    for hidden in hidden_states(model, state, ids):
+        total = hidden[-1] if pooling.tokens == LAST else total + hidden.sum(axis=0) / len(ids)
+        yield
+    return (total / max(float(np.linalg.norm(total)), 1e-12) if pooling.has_unit else total).astype(np.float32)
+
+
+def empty_state(model: Model, capacity: int) -> State:
+    """Make a state for `hidden_states`, beside the slots; raises UsageError for models that mlx-lm runs."""
+    if not isinstance(model, Model):
+        raise UsageError("models that mlx-lm runs do not show their hidden states; use one that bimetal defines")
+    return model.ops.new_state(model.state_spec, capacity)  # without the layers of a draft
+
+
+def hidden_states(model: Model, state: State, ids: Sequence[int]) -> Iterator[np.ndarray]:
+    """Read `ids` into a state, and yield the hidden states after the last norm of each step: (T, hidden) float64."""
     ops: Any = _NoHead(model)
 
     def run(state: State, step: Step) -> Array:
         return model.definition.forward(ops, model.config, model.weights, state, step)
 
-    state = model.ops.new_state(model.state_spec, len(ids))  # without the layers of a draft
-    total = np.zeros(model.config.hidden)
     for at in range(0, len(ids), Ops.prefill_rows):
-        step = Step.of_prompt(np.asarray(ids[at : at + Ops.prefill_rows], np.int32), at, model.ops.short_rows)
+        chunk = np.asarray(ids[at : at + Ops.prefill_rows], np.int32)
+        step = Step.of_prompt(chunk, state.length, model.ops.short_rows)
         hidden = model.ops.read(model.ops.run(run, state, step))[: len(step)].astype(np.float64)
         state.commit_prompt(step)
-        total = hidden[-1] if pooling.tokens == LAST else total + hidden.sum(axis=0) / len(ids)
-        yield
-    return (total / max(float(np.linalg.norm(total)), 1e-12) if pooling.has_unit else total).astype(np.float32)
+        yield hidden

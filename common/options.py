@@ -372,4 +372,7 @@ class LoadOptions(CacheChoice, ExpertChoice, PrefixChoice):
         "replies that are generated at the same time, each with a state of its own; further ones wait. None: 8; on "
         "CUDA 4, which share memory for one context, or 1 if memory is short; 1 if steps cannot be shared (mlx-lm)",
     )
+    reranker: bool = option(
+        False, rules.FLAG, "the model is a Qwen3-Reranker, though its files do not state that: `rerank` takes it"
+    )
     queue: int = option(256, rules.whole(1), "replies that may wait; further ones are refused")

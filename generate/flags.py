@@ -69,7 +69,8 @@ CACHE = tuple(CacheChoice.__dataclass_fields__)
 EXPERTS = tuple(ExpertChoice.__dataclass_fields__)
 PREFIX = tuple(PrefixChoice.__dataclass_fields__)
 PLACES = ("devices", "split", "draft_device", "tensor_parallel")
-LOAD = ("backend", "ctx", "parallel", "draft", "attention_window", "max_kv_size", *PLACES, *CACHE, *EXPERTS, *PREFIX)
+BOUNDS = ("attention_window", "max_kv_size")
+LOAD = ("backend", "ctx", "parallel", "draft", "reranker", *BOUNDS, *PLACES, *CACHE, *EXPERTS, *PREFIX)
 OPTIONS = (*SAMPLING, "seed", "max_tokens", "stop", *SPECULATION, *WINDOW)  # of LLM.stream
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -47,6 +47,7 @@ from common.prefix_cache import PrefixCache
 from common.reading import Turns
 from common.recommended import Recommended, recommended_sampling
 from common.reply import ReplyParser
+from common.rerank import Ranked, Reranker, encode, find_reranker, rank
 from common.sampling import Sampler
 from common.scores import logits_of, score
 from common.sequence import Call
@@ -66,9 +67,11 @@ from generate.progress import PrefillBar
 from generate.streaming import save_profile
 from generate.streams import DONE, AsyncStream, Reply, Start, Stream
 
+T = TypeVar("T")
 MOST_HEADERS = 64  # headers of replies that are remembered, by template and its options
 BUSY = 1  # seconds between two tests of whether calls run
 AHEAD = 4  # submitted replies of a list, as a multiple of those that run at once: no slot waits for the oldest
+TEXTS = rules.Rule("a list of texts", lambda value: [*map(rules.TEXT.convert, rules.ITEMS.convert(value))])
 PROMPTS, CONVERSATIONS = (str, Gap, list, tuple, np.ndarray), (list, tuple)  # the types of each of a list of them
 
 
@@ -150,6 +153,8 @@ class LLM:
         self.recommended = recommended_sampling(checkpoint)
         if check is not None:
             check(self.tokenizer)
+        if options.reranker:
+            self.check_reranker()
         self.draft_path = None if draft is None else resolve_draft(draft, checkpoint, self._progress)
         self._running: Running = weakref.WeakValueDictionary()
         self._headers: dict[tuple[str, str], list[int]] = {}
@@ -404,6 +409,43 @@ class LLM:
         check_one("aembed", prompt)
         return await asyncio.wrap_future(self._submit_steps(self._embedding(prompt, pooling)))
 
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        instruction: str | None = None,
+        truncate: bool = False,
+    ) -> list[Ranked]:
+        """Rank `documents` by their relevance to `query`, from 0 to 1, the most relevant first, with a reranker.
+
+        A score does not depend on the other documents.
+
+        top_n        the most that are returned; None: all
+        instruction  how a document meets the query, in a sentence; None: it answers a web search query
+        truncate     cut the ends of documents beyond the context, in place of PromptTooLongError
+        """
+        return self._submit_steps(self._reranking(query, documents, top_n, instruction, truncate)).result()
+
+    async def arerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        instruction: str | None = None,
+        truncate: bool = False,
+    ) -> list[Ranked]:
+        """Rank `documents` by their relevance to `query`, as `rerank` does, awaited.
+
+        Cancelling the task that waits ends the work at the next step.
+        """
+        steps = await asyncio.to_thread(self._reranking, query, documents, top_n, instruction, truncate)
+        return await asyncio.wrap_future(self._submit_steps(steps))
+
+    def check_reranker(self) -> None:
+        """Refuse a model that is no reranker: BimetalError."""
+        self._reranker  # noqa: B018
+
     def matched_tokens(self, prompt: Prompt) -> int:
         """Count the first tokens of `prompt` (text or token ids) that a slot or the prefix cache holds.
 
@@ -530,6 +572,26 @@ class LLM:
         ids = self._ids(prompt)
         return lambda model: embed(model, ids, self.context, how)
 
+    @cached_property
+    def _reranker(self) -> Reranker:
+        return find_reranker(open_checkpoint(self.path), self.tokenizer, self._options.reranker)
+
+    def _reranking(
+        self, query: str, documents: Sequence[str], top_n: int | None, instruction: str | None, truncate: bool
+    ) -> Callable[[Model], Generator[None, None, list[Ranked]]]:
+        """Check and encode the arguments of `rerank`; return its steps, as a function of the model."""
+        reranker, texts = self._reranker, TEXTS.accept("documents", documents)
+        query, truncate = rules.TEXT.accept("query", query), rules.FLAG.accept("truncate", truncate)
+        instruction = None if instruction is None else rules.TEXT.accept("instruction", instruction)
+        top_n = None if top_n is None else rules.whole(1).accept("top_n", top_n)
+        if not truncate:
+            prepared("document", partial(self.tokenizer.check_fits, context=self.context), texts)
+        most = self.context if truncate else None
+        prompts = encode(reranker, self.tokenizer, query, texts, instruction, most)
+        fits = partial(check_fits, context=self.context, trained=self.trained_context)
+        prepared("document", fits, map(len, prompts.each))
+        return lambda model: rank(model, reranker, prompts, top_n)
+
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             self.tokenizer.check_fits(prompt, self.context)
@@ -624,7 +686,7 @@ def is_many(value: Any, kinds: tuple[type, ...]) -> bool:
     return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(each, kinds) for each in value)
 
 
-def prepared(what: str, prepare: Callable[[Any], Prepared], values: Iterable[Any]) -> list[Prepared]:
+def prepared(what: str, prepare: Callable[[Any], T], values: Iterable[Any]) -> list[T]:
     """Prepare each of a list of prompts or conversations; an error names the number, from 0, of the one it is about."""
     found = []
     for number, value in enumerate(values):

@@ -21,7 +21,7 @@ ENGINE = {
     f"common.{name}"
     for name in (
         *("attention_scores", "checks", "draft_stretches", "embeddings", "engine", "joined_step", "row_runner"),
-        *("scores", "sequence", "slot", "slots", "stretches", "suspended", "warm_up"),
+        *("rerank", "scores", "sequence", "slot", "slots", "stretches", "suspended", "warm_up"),
     )
 }
 UPPER = {"common.models", "common.decode", "common.pieces"} | ENGINE

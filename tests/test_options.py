@@ -85,6 +85,7 @@ WRONG_LOADING = {
     "tensor_parallel": (1, 2.5),
     "parallel": (0, 2.5),
     "queue": (0, "all"),
+    "reranker": ("yes", 1),
     "cache_type_k": ("q9", 8),
     "cache_type_v": ("native", ["q8_0"]),
     "kv": ("q8_0", 8),

@@ -19,6 +19,7 @@ from common.storage import KVSpec, LayerSpec
 from common.weights import Fix, Layout, Matrix, Names, Table, Vector, rows
 
 WEDLM_MASK = 151665
+CLASSIFIERS = {"gguf": "cls.output.weight", "safetensors": "score.weight"}  # heads with a row for each label
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Config:
     context: int
     tied: bool
     mask_id: int | None = None  # of WeDLM: the token id of a masked position
-    has_head: bool = True  # whether there are logits: some models of embeddings have none
+    has_head: bool = True  # whether there are logits: some models of embeddings, and classifiers, have none
     ranks: Ranks = ONE  # ranks that share heads and channels; the numbers above are this rank's share
     kv_ranks: Ranks = ONE  # ranks that hold different KV heads
 
@@ -74,6 +75,7 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     layers = keys.size("num_hidden_layers")
     sizes = head_sizes(checkpoint, keys, layers)
     is_tied, has_own = keys.read("tie_word_embeddings", bool, False), "lm_head.weight" in checkpoint.tensors
+    is_classifier, is_base = CLASSIFIERS["safetensors"] in checkpoint.tensors, _is_base(checkpoint)
     return Config(
         architecture=keys.read("model_type", str),
         vocab=keys.size("vocab_size"),
@@ -83,8 +85,8 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
         eps=keys.positive("rms_norm_eps", 1e-6),
         rope=hf_rope(keys, sizes["head_dim"]),
         context=keys.size("max_position_embeddings"),
-        tied=not has_own and (is_tied or _is_base(checkpoint)),
-        has_head=has_own or is_tied or not _is_base(checkpoint),
+        tied=not has_own and (is_tied or is_base or is_classifier),
+        has_head=has_own or not (is_classifier or (is_base and not is_tied)),
         mask_id=_mask_id(keys) if checkpoint.config["model_type"] == "wedlm" else None,
     )
 
@@ -122,6 +124,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         rope=gguf_rope(keys, sizes["head_dim"], checkpoint.tensors.get("rope_freqs.weight")),
         context=keys.size("context_length"),
         tied="output.weight" not in checkpoint.tensors,
+        has_head=CLASSIFIERS["gguf"] not in checkpoint.tensors or "output.weight" in checkpoint.tensors,
         mask_id=_gguf_mask_id(checkpoint, keys) if architecture == "wedlm" else None,
     )
 
@@ -181,6 +184,8 @@ def _layer_weights(c: Config, tensor: Names) -> Table:
 
 
 def _ignored(name: str) -> str | None:
+    if name in CLASSIFIERS.values():
+        return "the head of a classifier, which rerankers read"
     if name == "rope_freqs.weight":
         return "rope divisors, read with the configuration"
     if name.endswith("rotary_emb.inv_freq"):

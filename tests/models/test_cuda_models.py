@@ -16,6 +16,7 @@ from common.errors import BimetalError
 from common.models import load_model
 from common.pooling import Pooling
 from common.reference import NumpyOps
+from common.rerank import Prompts, Reranker, rank
 from common.scores import completed
 from common.step import PAST, Step
 from generate.synthetic import synthetic
@@ -68,6 +69,17 @@ def test_embeddings(model, name, ids, pooling):
         found, expected = (completed(embed(each, tokens, 512, Pooling(pooling))) for each in (model, reference))
         print(name, length, np.abs(found - expected).max())
         assert found @ expected > 0.995
+
+
+def test_reranking(model, name, ids):
+    """Documents of a short step and of a long one, after a beginning that is read once."""
+    prompts = Prompts(ids[:40].tolist(), [ids[:60].tolist(), ids[:250].tolist(), ids[:60].tolist()])
+    reranker = Reranker(np.random.default_rng(3).normal(0, 0.1, model.config.hidden), "")
+    on_gpu, reference = (completed(rank(each, reranker, prompts)) for each in (model, tiny.load(name, NumpyOps())))
+    found, expected = ({each.index: each.score for each in ranked} for ranked in (on_gpu, reference))
+    print(name, found, expected)
+    assert found[0] == found[2]
+    assert all(abs(found[at] - expected[at]) < 0.05 for at in expected)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])

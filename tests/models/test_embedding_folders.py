@@ -72,7 +72,7 @@ def test_a_model_without_a_head_gives_embeddings_alone(tmp_path: Path) -> None:
     with generate.load(folder, backend="numpy") as llm:
         assert llm.embed("abc").shape == (tiny_chat.HIDDEN,)
         for call in (llm.generate, llm.logits, llm.score):
-            with pytest.raises(generate.UsageError, match=r"no head \(lm_head.weight\): it gives embeddings alone"):
+            with pytest.raises(generate.UsageError, match=r"no head \(lm_head.weight\): it generates no text"):
                 call("abc")
     (tmp_path / "text.txt").write_text("a text " * 9)
     assert main(["perplexity", str(folder), "--text", str(tmp_path / "text.txt"), "--ctx-window", "8"]) == 2
