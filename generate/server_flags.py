@@ -49,6 +49,15 @@ def serve(p: Parser) -> None:
         default=True,
         help="on CUDA, compile kernels and capture graphs before the first request (default: on)",
     )
+    s.add_argument(
+        "--rerank",
+        "--reranker",
+        "--reranking",
+        dest="reranker",
+        action="store_true",
+        default=None,
+        help="rerank with a Qwen3-Reranker whose files do not state that it is one (docs/server.md)",
+    )
     s.add_argument("--log-json", action="store_true", help="log JSON objects")
     flags.compression(p)
 

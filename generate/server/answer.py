@@ -61,7 +61,7 @@ class Generate:
             note(scope, usage=total({i: reply.finish.usage for i, reply in enumerate(replies)}, task.n))
             body = await run_in_threadpool(lambda: dumps(parsed.whole(replies)))  # takes long if it lists probabilities
             response = Response(body, media_type="application/json")
-            await response(scope, _no_receive, send)
+            await response(scope, no_receive, send)
 
     def _preparing(self, task: Task, facts: Facts) -> asyncio.Future[list[Ready]]:
         """Begin to prepare the prompts; a brief one is prepared at once, which is faster than another thread."""
@@ -195,5 +195,6 @@ def note(scope: Message, **values: Any) -> None:
     scope["bimetal"].update(values)
 
 
-async def _no_receive() -> Message:
-    raise ApiError(500, "a whole reply reads nothing")
+async def no_receive() -> Message:
+    """Stand for what a whole answer receives, which reads nothing."""
+    raise ApiError(500, "a whole answer reads nothing")

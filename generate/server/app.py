@@ -18,6 +18,7 @@ from generate.server import (
     messages,
     ollama,
     page,
+    rerank,
     responses,
     utilities,
 )
@@ -41,6 +42,7 @@ def build(service: Service, policy: Policy, log: Log) -> Guard:
     routes = [
         *_replies(service),  # looked up first
         *_embeddings(service),
+        *_rerank(service),
         *page.routes(),
         *_status(service),
         *_utilities(service),
@@ -111,6 +113,12 @@ def _embeddings(service: Service) -> list[BaseRoute]:
         "/api/embeddings": endpoint(("prompt",), embeddings.ollama_one),
     }
     return [Route(path, each, methods=["POST"]) for path, each in found.items()]
+
+
+def _rerank(service: Service) -> list[BaseRoute]:
+    paths = [f"{prefix}/{name}" for prefix in PREFIXES for name in ("rerank", "reranking")]
+    found = dict.fromkeys([*paths, "/v2/rerank"], rerank.rerank) | dict.fromkeys(["/v1/score", "/score"], rerank.score)
+    return [Route(path, rerank.Rerank(service, parse), methods=["POST"]) for path, parse in found.items()]
 
 
 def _utilities(service: Service) -> list[BaseRoute]:

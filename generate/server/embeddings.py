@@ -13,7 +13,7 @@ from starlette.responses import Response
 from common.checks import check_tokens
 from common.errors import PromptTooLongError, UsageError
 from generate.llm import LLM
-from generate.server.answer import note, while_connected
+from generate.server.answer import no_receive, note, while_connected
 from generate.server.body import read_json
 from generate.server.errors import ApiError, too_long
 from generate.server.events import Usage
@@ -59,7 +59,7 @@ class Embeddings:
         tokens = sum(map(len, prompts))
         note(scope, usage=Usage(prompt=tokens))
         body = self.write(fields, facts, found, tokens, time.perf_counter() - started)
-        await Response(dumps(body), media_type="application/json")(scope, _nothing, send)
+        await Response(dumps(body), media_type="application/json")(scope, no_receive, send)
 
 
 def _inputs(fields: Fields, key: str) -> list[Any]:
@@ -135,7 +135,3 @@ def _unit(embedding: np.ndarray) -> np.ndarray:
 def _check_dimensions(fields: Fields, found: Found) -> None:
     if fields.has("dimensions") and fields.values["dimensions"] != len(found[0]):
         raise fields.refuse("dimensions", f"the model's embeddings have {len(found[0])}")
-
-
-async def _nothing() -> Message:
-    raise ApiError(500, "an answer reads nothing")

@@ -95,7 +95,6 @@ def digest(key: str) -> bytes:
 
 
 MISSING = {  # the last parts of routes of other servers
-    **dict.fromkeys(("rerank", "reranking"), "reranking is not supported"),
     **dict.fromkeys(("transcriptions", "translations", "speech"), "audio is not supported"),
     **dict.fromkeys(("generations", "edits"), "images are not supported"),
     **dict.fromkeys(("copy", "create", "delete", "push"), "one model is served, which requests do not change"),

@@ -256,7 +256,7 @@ def test_unknown_routes_and_methods(scripted):
 @pytest.mark.parametrize(
     ("path", "why"),
     [
-        ("/v1/rerank", "reranking is not supported"),
+        ("/v1/audio/speech", "audio is not supported"),
         ("/api/copy", "one model is served, which requests do not change"),
         ("/v1/batches", "python -m generate batch answers a file of OpenAI requests"),
         ("/v1//chat/completions", "it is written /v1/chat/completions"),
