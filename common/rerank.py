@@ -68,7 +68,11 @@ def find_reranker(checkpoint: Checkpoint, tokenizer: Tokenizer, is_asked: bool) 
     architecture = checkpoint.config.get("general.architecture", checkpoint.config.get("model_type"))
     prompt = _stated_prompt(checkpoint, tokenizer) or (PROMPT if is_asked else None)
     if architecture != "qwen3" or prompt is None:
-        why = f"it is {shown(architecture)}" if architecture != "qwen3" else "its files state no prompt of a reranker"
+        why = (
+            f"its architecture is {shown(architecture)}"
+            if architecture != "qwen3"
+            else "its files state no prompt of a reranker"
+        )
         raise UsageError(
             f"{checkpoint.path.name} is not used as a reranker: {why}; supported is Qwen3-Reranker, in GGUF files of "
             "llama.cpp's converter, in folders whose chat template is a reranker's, and elsewhere with reranker=True "

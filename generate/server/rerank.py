@@ -9,7 +9,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.errors import BimetalError, NotFiniteError, PromptTooLongError, UsageError
+from common.errors import BimetalError, NotFiniteError, PromptTooLongError
 from common.rerank import Ranked
 from common.rules import whole
 from generate.llm import LLM
@@ -76,8 +76,6 @@ async def _ranked(work: Awaitable[list[Ranked]], key: str) -> list[Ranked]:
         raise too_long(error, key) from None
     except NotFiniteError as error:
         raise ApiError(500, str(error)) from error
-    except UsageError as error:
-        raise ApiError(400, str(error)) from None
 
 
 def options_of(fields: Fields) -> dict[str, Any]:

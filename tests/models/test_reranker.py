@@ -175,8 +175,8 @@ def test_a_chat_model_is_a_reranker_only_if_the_caller_says_so(folders, tmp_path
     refused(classifier, "its files state no prompt", UsageError)
     with generate.load(classifier, backend="numpy", reranker=True) as llm:
         assert np.allclose(by_index(llm.rerank(QUERY, DOCUMENTS)), SCORES["one-label"][0], atol=EXACT)
-    refused(tiny_chat.write(tmp_path / "llama"), "it is 'llama'; supported is Qwen3-Reranker", UsageError)
-    with pytest.raises(UsageError, match="it is 'llama'"):
+    refused(tiny_chat.write(tmp_path / "llama"), "its architecture is 'llama'; supported is Qwen3-Reranker", UsageError)
+    with pytest.raises(UsageError, match="its architecture is 'llama'"):
         generate.load(tmp_path / "llama", backend="numpy", reranker=True)
 
 
