@@ -1,8 +1,9 @@
 """Score documents by their relevance to a query, as Qwen3-Reranker does: the probability that it answers "yes"."""
 
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -138,18 +139,29 @@ def _tokens(checkpoint: Checkpoint, tokenizer: Tokenizer) -> np.ndarray:
 # -- prompts -----------------------------------------------------------------------------------------------------------
 
 
-def encode(
-    reranker: Reranker,
-    tokenizer: Tokenizer,
-    query: str,
-    documents: Sequence[str],
-    instruction: str | None = None,
-    most: int | None = None,
-) -> Prompts:
-    """Encode the prompt of each document, without control tokens in what the caller gives.
+@dataclass(frozen=True)
+class Frame:
+    """The surroundings of a document in its prompt, without control tokens in what the caller gives.
 
-    most  tokens of a prompt, to which documents are cut; None: nothing is cut
+    head    token ids up to the last control token before the document
+    begun   the text between this token and the document
+    shared  token ids with which the prompts of most documents begin
+    tail    token ids after the document
     """
+
+    head: list[int]
+    begun: str
+    shared: list[int]
+    tail: list[int]
+
+    def prompt(self, tokenizer: Tokenizer, document: str, most: int | None) -> list[int]:
+        """Encode the prompt of a document, whose end is cut off beyond `most` tokens; None: not cut."""
+        whole = self.head + tokenizer.encode_plain(self.begun + document)
+        return whole[: None if most is None else most - len(self.tail)] + self.tail
+
+
+def frame_of(reranker: Reranker, tokenizer: Tokenizer, query: str, instruction: str | None) -> Frame:
+    """Encode what surrounds the documents of a query; raises UsageError for an instruction that has no place."""
     if instruction is not None and "{instruction}" not in reranker.prompt:
         raise UsageError("the prompt in the model's file takes no instruction; leave instruction out")
     control = re.compile(f"({'|'.join(map(re.escape, sorted(tokenizer.control_tokens, key=len, reverse=True)))})")
@@ -158,19 +170,18 @@ def encode(
     def filled(text: str) -> str:
         return re.sub("|".join(given), lambda place: given[place[0]], text)
 
-    def ids(parts: Sequence[str]) -> Iterator[int]:
+    def ids(parts: Sequence[str]) -> list[int]:
         """Encode parts of the prompt, which are alternately texts and control tokens."""
-        for at, part in enumerate(parts):
-            yield from (
-                tokenizer.encode(part, add_special_tokens=False) if at % 2 else tokenizer.encode_plain(filled(part))
-            )
+        encoders = (
+            lambda text: tokenizer.encode_plain(filled(text)),
+            partial(tokenizer.encode, add_special_tokens=False),
+        )
+        return [id for at, part in enumerate(parts) for id in encoders[at % 2](part)]
 
     before, _, after = reranker.prompt.partition("{document}")
     *parts, last = control.split(before)
-    head, begun, tail = [*ids(parts)], filled(last), [*ids(control.split(after))]
-    shared = head + tokenizer.encode_plain(begun.rstrip())
-    end = None if most is None else max(most - len(tail), len(shared))
-    return Prompts(shared, [(head + tokenizer.encode_plain(begun + each))[:end] + tail for each in documents])
+    head, begun = ids(parts), filled(last)
+    return Frame(head, begun, head + tokenizer.encode_plain(begun.rstrip()), ids(control.split(after)))
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ from common.prefix_cache import PrefixCache
 from common.reading import Turns
 from common.recommended import Recommended, recommended_sampling
 from common.reply import ReplyParser
-from common.rerank import Ranked, Reranker, encode, find_reranker, rank
+from common.rerank import Prompts, Ranked, Reranker, find_reranker, frame_of, rank
 from common.sampling import Sampler
 from common.scores import logits_of, score
 from common.sequence import Call
@@ -584,12 +584,18 @@ class LLM:
         query, truncate = rules.TEXT.accept("query", query), rules.FLAG.accept("truncate", truncate)
         instruction = None if instruction is None else rules.TEXT.accept("instruction", instruction)
         top_n = None if top_n is None else rules.whole(1).accept("top_n", top_n)
-        if not truncate:
-            prepared("document", partial(self.tokenizer.check_fits, context=self.context), texts)
-        most = self.context if truncate else None
-        prompts = encode(reranker, self.tokenizer, query, texts, instruction, most)
-        fits = partial(check_fits, context=self.context, trained=self.trained_context)
-        prepared("document", fits, map(len, prompts.each))
+        self.tokenizer.check_fits(query + (instruction or ""), self.context)
+        frame, limits = frame_of(reranker, self.tokenizer, query, instruction), (self.context, self.trained_context)
+        check_fits(len(frame.shared) + len(frame.tail), *limits)
+
+        def encoded(document: str) -> list[int]:
+            if not truncate:
+                self.tokenizer.check_fits(document, self.context)
+            ids = frame.prompt(self.tokenizer, document, self.context if truncate else None)
+            check_fits(len(ids), *limits)
+            return ids
+
+        prompts = Prompts(frame.shared, prepared("document", encoded, texts))
         return lambda model: rank(model, reranker, prompts, top_n)
 
     def _ids(self, prompt: Prompt) -> list[int]:

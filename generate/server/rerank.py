@@ -19,6 +19,7 @@ from generate.server.embeddings import MOST_INPUTS
 from generate.server.errors import ApiError, too_long
 from generate.server.events import Usage
 from generate.server.fields import LIST, TEXT, Fields
+from generate.server.json_object import MOST_BYTES
 from generate.server.sending import Message, Receive, Send
 from generate.server.service import Service
 from generate.server.utilities import MOST_TEXT
@@ -53,6 +54,7 @@ class Rerank:
         with self.service.admitted():
             await run_in_threadpool(check, llm)
             ranking, options = self.parse(fields), options_of(fields)
+            check_size(ranking)
             found = [await _ranked(llm.arerank(*pair, **options), ranking.key) for pair in ranking.pairs]
         tokens = sum(each.tokens for ranked in found for each in ranked)
         note(scope, usage=Usage(prompt=tokens))
@@ -67,6 +69,14 @@ def check(llm: LLM) -> None:
         llm.check_reranker()
     except BimetalError as error:
         raise ApiError(501, str(error)) from None
+
+
+def check_size(ranking: Ranking) -> None:
+    """Refuse prompts, each of which has the query, of more characters together than a body has bytes: ApiError."""
+    size = sum(len(query) * len(documents) + sum(map(len, documents)) for query, documents in ranking.pairs)
+    if size > MOST_BYTES:
+        most = f"at most {MOST_BYTES} are supported"
+        raise ApiError(413, f"the documents, each with its query, have {size} characters; {most}", param=ranking.key)
 
 
 async def _ranked(work: Awaitable[list[Ranked]], key: str) -> list[Ranked]:

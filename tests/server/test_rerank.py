@@ -115,6 +115,8 @@ def test_wrong_texts_of_score_are_named(client, one, other, param):
 def test_a_text_of_megabytes_is_refused_before_it_is_encoded(client):
     for fields in ({"documents": ["x" * (5 << 20)]}, {"query": "x" * (5 << 20)}):
         assert client.post("/v1/rerank", json=BODY | fields).status_code == 413
+    many = {"query": "x" * (1 << 20), "documents": ["a"] * 2000}  # a megabyte that would be encoded 2,000 times
+    assert client.post("/v1/rerank", json=many).status_code == 413
 
 
 def test_a_chat_model_is_refused(tmp_path):
