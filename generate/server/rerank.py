@@ -11,14 +11,14 @@ from starlette.responses import Response
 
 from common.errors import BimetalError, NotFiniteError, PromptTooLongError
 from common.rerank import Ranked
-from common.rules import whole
+from common.rules import Rule, whole
 from generate.llm import LLM
 from generate.server.answer import no_receive, note, while_connected
 from generate.server.body import read_json
 from generate.server.embeddings import MOST_INPUTS
 from generate.server.errors import ApiError, too_long
 from generate.server.events import Usage
-from generate.server.fields import LIST, TEXT, Fields
+from generate.server.fields import LIST, TEXT, TEXT_OR_LIST, Fields
 from generate.server.json_object import MOST_BYTES
 from generate.server.sending import Message, Receive, Send
 from generate.server.service import Service
@@ -26,7 +26,6 @@ from generate.server.utilities import MOST_TEXT
 from generate.server.wire import dumps, new_id
 
 LIMITS = ("max_tokens_per_doc", "max_chunks_per_doc", "max_doc_length", "truncate_prompt_tokens", "rank_fields")
-WORDS = "it must be text or a list of texts"
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Rerank:
         with self.service.admitted():
             await run_in_threadpool(check, llm)
             ranking, options = self.parse(fields), options_of(fields)
-            check_size(ranking)
+            check_size(ranking, options["instruction"] or "")
             found = [await _ranked(llm.arerank(*pair, **options), ranking.key) for pair in ranking.pairs]
         tokens = sum(each.tokens for ranked in found for each in ranked)
         note(scope, usage=Usage(prompt=tokens))
@@ -71,12 +70,18 @@ def check(llm: LLM) -> None:
         raise ApiError(501, str(error)) from None
 
 
-def check_size(ranking: Ranking) -> None:
-    """Refuse prompts, each of which has the query, of more characters together than a body has bytes: ApiError."""
-    size = sum(len(query) * len(documents) + sum(map(len, documents)) for query, documents in ranking.pairs)
-    if size > MOST_BYTES:
-        most = f"at most {MOST_BYTES} are supported"
-        raise ApiError(413, f"the documents, each with its query, have {size} characters; {most}", param=ranking.key)
+def check_size(ranking: Ranking, instruction: str) -> None:
+    """Refuse long texts, and prompts of more characters together than a body has bytes: ApiError."""
+    longest = max(len(text) for query, documents in ranking.pairs for text in (query, instruction, *documents))
+    size = sum(
+        len(query) + len(instruction) + len(document) for query, documents in ranking.pairs for document in documents
+    )
+    for count, most, words in (
+        (longest, MOST_TEXT, "a text has"),
+        (size, MOST_BYTES, "the documents, each with its query, have"),
+    ):
+        if count > most:
+            raise ApiError(413, f"{words} {count} characters; at most {most} are supported", param=ranking.key)
 
 
 async def _ranked(work: Awaitable[list[Ranked]], key: str) -> list[Ranked]:
@@ -99,7 +104,7 @@ def options_of(fields: Fields) -> dict[str, Any]:
 
 def rerank(fields: Fields) -> Ranking:
     """Read a request of /rerank."""
-    query, documents = _checked("query", fields.need("query", TEXT)), _documents(fields)
+    query, documents = fields.need("query", TEXT), _texts(fields, "documents", LIST)
     top_n, returns = fields.take("top_n", whole(0), 0), fields.flag("return_documents", False)
 
     def write(found: Sequence[Sequence[Ranked]]) -> dict[str, Any]:
@@ -130,35 +135,11 @@ def score(fields: Fields) -> Ranking:
     return Ranking(alone if len(queries) > 1 else [(queries[0], documents)], "text_2", write)
 
 
-def _documents(fields: Fields) -> list[str]:
-    """Return the texts of `documents`, which are texts or objects with a `text`."""
-    given = fields.need("documents", LIST)
-    texts = [
-        each if isinstance(each, str) else fields.item("documents", at, each).need("text", TEXT)
-        for at, each in enumerate(given[: MOST_INPUTS + 1])
-    ]
-    return _several("documents", texts)
-
-
-def _texts(fields: Fields, key: str) -> list[str]:
-    """Return the texts of an entry, which has one or a list."""
+def _texts(fields: Fields, key: str, rule: Rule = TEXT_OR_LIST) -> list[str]:
+    """Return the texts of an entry: of a list of texts or of objects with a `text`, or by `rule` of one text."""
     given = fields.values.get(key)
-    texts: list[Any] = given if isinstance(given, list) else [given]
-    if not all(isinstance(each, str) for each in texts):
-        raise fields.refuse(key, WORDS)
-    return _several(key, texts)
-
-
-def _several(key: str, texts: list[str]) -> list[str]:
-    if not 1 <= len(texts) <= MOST_INPUTS:
-        few = "is empty; it must have at least one entry"
-        many = f"has more than {MOST_INPUTS} entries, which is the most supported"
-        raise ApiError(400, f"{key} {many if texts else few}", param=key)
-    return [_checked(key, text) for text in texts]
-
-
-def _checked(key: str, text: str) -> str:
-    if len(text) > MOST_TEXT:
-        most = f"at most {MOST_TEXT} are supported"
-        raise ApiError(413, f"{key} has a text of {len(text)} characters; {most}", param=key)
-    return text
+    listed = [given] if rule is TEXT_OR_LIST and isinstance(given, str) else fields.need(key, rule)
+    if not 1 <= len(listed) <= MOST_INPUTS:
+        raise ApiError(400, f"{key} has {len(listed)} entries; it must have 1 to {MOST_INPUTS}", param=key)
+    texts = enumerate(listed)
+    return [each if isinstance(each, str) else fields.item(key, at, each).need("text", TEXT) for at, each in texts]

@@ -103,7 +103,7 @@ def test_wrong_fields_are_named(client, fields, param):
         (None, "a", "text_1"),
         (["a", "b"], ["a"], "text_1"),
         ("a", [], "text_2"),
-        ("a", [5], "text_2"),
+        ("a", [5], "text_2[0]"),
         ("a", 5, "text_2"),
     ],
 )
