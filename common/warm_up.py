@@ -7,7 +7,7 @@ import numpy as np
 from common.joined_step import JoinedStep
 from common.models import Model
 from common.slots import Slots
-from common.step import Step
+from common.step import MAX_DECODE_ROWS, Step
 
 REPEATS = 2  # the first step of a size compiles kernels, the second is captured by a backend that replays steps
 
@@ -34,10 +34,10 @@ def warm_up(model: Model, slots: Slots, size: Size) -> None:
         return
     for _ in range(REPEATS):
         steps = [Step.chain(np.zeros(own, np.int32), state.length) for state in states]
+        state: Any = slots.pool if size.is_joined else states[0]
+        step = steps[0]
         if size.is_joined:
-            pool: Any = slots.pool
-            tokens = np.zeros(size.rows, np.int32)
-            logits = model.forward(pool, JoinedStep.of(steps, tokens, [state.slot for state in states]))
-        else:
-            logits = model.forward(states[0], steps[0], slice(own - 1, own))
-        model.ops.read(logits[:1])
+            step = JoinedStep.of(steps, np.zeros(size.rows, np.int32), [each.slot for each in states])
+        model.ops.read(model.forward(state, step, slice(len(step) - 1, len(step))))
+        if len(step) <= MAX_DECODE_ROWS:
+            model.ops.read(model.greedy_tokens(state, step))

@@ -93,6 +93,7 @@ class ProcessOps(TensorParallelOps):
     """
 
     runs_ahead = False  # the other ranks get a step's tokens from the host of rank 0
+    run_greedy = Ops.run_greedy  # the other ranks choose no tokens
 
     def __init__(self, gpu: Gpu, exchange: ProcessExchange, group: Group):
         super().__init__([gpu], exchange, group.rank, group.size)

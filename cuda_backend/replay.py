@@ -300,9 +300,10 @@ class Replay:
             del table[old]
         return program.out
 
-    def upload(self, pool: Any, step: Step, runs: Runs) -> DeviceStep:
-        """Upload a noted step of a CudaPool to the memory that graphs read."""
-        return self.uploaded(self.inputs_for(step), shape_of(pool, step, runs), step, pool.inputs(step, runs))
+    def upload(self, pool: Any, step: Step, runs: Runs, arrival: Arrival | None = None) -> DeviceStep:
+        """Upload a noted step of a CudaPool to the memory that graphs read; `arrival` as in Inputs.upload."""
+        shape = shape_of(pool, step, runs)
+        return self.uploaded(self.inputs_for(step), shape, step, pool.inputs(step, runs), arrival)
 
     def uploaded(
         self, inputs: Inputs, shape: Shape, step: Step, run_inputs: RunInputs, arrival: Arrival | None = None

@@ -32,7 +32,7 @@ def sample(context: Context, logits: Array, sampler: Sampler | Samplers) -> Arra
     best, keys = _best(context, logits)
     if sampler.is_argmax:
         arrival = context.to_host.expect(T)
-        tokens = _arriving(arrival, T, keys)
+        tokens = arriving(arrival, T, keys)
         next_step = context.replay.decode_inputs.place_for(tokens) if T <= MAX_DECODE_ROWS else tokens.address
         kernel("sample", "final")((T,), (32,), (*best, tokens.address, next_step, arrival.address), stream=stream)
         arrival.launched()
@@ -68,12 +68,29 @@ def greedy_tokens(context: Context, logits: Array, count: int, arrival: Arrival)
 
     replay.replayed((T, V, logits.address, logits.strides, logits.partials, logits.partial_stride), launch)
     arrival.launched()
-    tokens = _arriving(arrival, count)
+    tokens = arriving(arrival, count)
     replay.decode_inputs.place_for(tokens)
     return tokens
 
 
-def _arriving(arrival: Arrival, count: int, keys: Memory | None = None) -> Array:
+def best_of_rank(context: Context, logits: Array, first: int) -> Array:
+    """Return the best of a rank's logits (T, n), of the tokens from `first` on: (T, 4), in the arena, for `gather`."""
+    T, V = logits.shape
+    pieces, stream, arena = pieces_of(V), context.stream, context.arena
+    keys, best = arena.take(8 * T * pieces), arena.take(16 * T)
+    kernel("sample", "add_up")((pieces, T), (256,), (view(logits), V, 0, keys), stream=stream)
+    kernel("sample", "best_of_rank")((T,), (32,), (keys, pieces, first, best), stream=stream)
+    return Array((T, 4), best)
+
+
+def choose_of_ranks(context: Context, best: Array) -> None:
+    """Write the tokens of the step that is launched, from what `best_of_rank` found on all ranks: (T, ranks * 4)."""
+    (T, n), inputs = best.shape, context.replay.decode_inputs
+    args = best.address, n // 4, inputs.memory.address, inputs.tokens
+    kernel("sample", "choose_of_ranks")((-(-T // 32),), (32,), args, stream=context.stream)
+
+
+def arriving(arrival: Arrival, count: int, keys: Memory | None = None) -> Array:
     """Return the tokens that kernels write to the memory of an Arrival; `keys` lives as long as they do."""
     tokens = Array((count,), arrival.on_device, owner=(arrival, keys), dtype=np.int32)
     tokens.arrival = arrival
@@ -85,7 +102,7 @@ def draft_chains(context: Context, logits: Array, tokens: np.ndarray, first: int
     (sequences, rows), stream = tokens.shape, context.stream
     T, (best, keys) = sequences * (1 + count), _best(context, logits)
     arrival = context.to_host.expect(T)
-    chains = _arriving(arrival, T, keys)
+    chains = arriving(arrival, T, keys)
     args = *best, context.replay.decode_inputs.tokens, rows, first, 1 + count, chains.address, arrival.address
     kernel("sample", "chains")((T,), (32,), args, stream=stream)
     arrival.launched()

@@ -30,12 +30,14 @@ class Shape(NamedTuple):
     runs          largest number of sequences
     one_row_each  whether each of several sequences has one row
     long_past     whether rows share a sequence that has replay.LONG_PAST committed tokens or more
+    chooses       whether the step gives greedy tokens: tensor_parallel.py `run_greedy`
     """
 
     T: int
     runs: int = 1
     one_row_each: bool = False
     long_past: bool = False
+    chooses: bool = False
 
 
 class Program(NamedTuple):

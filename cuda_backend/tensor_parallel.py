@@ -1,8 +1,8 @@
 """Tensor parallelism: each GPU holds some heads and channels of every layer, and computes all rows of a step with them.
 
 An op runs on every GPU, over that GPU's part; `all_reduce` adds up the results of the ranks (transports.py), so that
-rows are bitwise identical on all GPUs. A captured step is one graph per GPU. Every GPU has the whole logits and samples
-the next tokens from them; the host reads the tokens of rank 0.
+rows are bitwise identical on all GPUs. A captured step is one graph per GPU. Every GPU chooses the next tokens: greedy
+ones from the best of each rank's logits, others from the whole logits. The host reads the tokens of rank 0.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from common.errors import BimetalError
 from common.ops import Ops
 from common.sampling import Sampler, Samplers
 from common.shards import Ranks
-from common.step import Step
+from common.step import MAX_DECODE_ROWS, Step
 from common.storage import LayerSpec
 from common.tensors import Tensor
 from cuda_backend import rows, sampling
@@ -32,6 +32,7 @@ from cuda_backend.replay import DeviceStep, check, shape_of, table_of
 from cuda_backend.runs import Runs
 from cuda_backend.segments import Program, run_step
 from cuda_backend.several_gpus import SeveralGpus, check_devices, each, free
+from cuda_backend.to_host import Arrival
 from cuda_backend.transports import Transport, open_exchange, warn_of_slow_sums
 
 
@@ -79,6 +80,8 @@ class TensorParallelOps(SeveralGpus):
         for own, gpu in zip(ranks, gpus, strict=True):
             gpu.ops.ranks = own
         self.steps: list[DeviceStep] = []  # the step on each rank, while it is launched
+        self.arrivals: list[Arrival] = []  # of the tokens on each rank, while a greedy step is launched
+        self.divides_logits = False  # whether each rank has some columns of the step's logits
         self.loaded: list[Any] = []
 
     # -- weights and states --------------------------------------------------------------------------------------------
@@ -124,23 +127,47 @@ class TensorParallelOps(SeveralGpus):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, needed: slice | None = None) -> Any:
-        runs, count = state.runs(step), len(step)
+        out, count = self._run(fn, state, step), len(step)
+        if isinstance(out, tuple):
+            return tuple(self._out_of_arena(x, count) for x in out)
+        return self._out_of_arena(out if needed is None else out[needed], count)
+
+    def run_greedy(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:
+        """Run a step as Ops.run_greedy: each rank finds the best of its logits, which are not gathered."""
+        if len(step) > MAX_DECODE_ROWS:
+            return super().run_greedy(fn, state, step)
+        self.arrivals = self._each(lambda rank: self.gpus[rank].context.to_host.expect(len(step)))
+        try:
+            self._run(fn, state, step)
+            return PerRank(self.gpus, self._each(lambda rank: self._arriving(rank, len(step))))
+        finally:
+            self.arrivals = []
+
+    def _arriving(self, rank: int, count: int) -> Array:
+        """Return a rank's tokens of the greedy step that was launched, which are also those of its next step."""
+        arrival, inputs = self.arrivals[rank], self.gpus[rank].context.replay.decode_inputs
+        arrival.launched()
+        tokens = sampling.arriving(arrival, count)
+        inputs.place_for(tokens)
+        return tokens
+
+    def _run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:
+        """Launch a step on every rank; returns its result in arena memory."""
+        runs = state.runs(step)
         check(step, runs, state.pool.lengths, state.capacity)
         state.pool.note_runs(step, runs)
         self.exchange.begin()
         try:
             self.announce(fn, state, step)
             self.steps = self._each(lambda rank: self._uploaded(rank, state.pool, step, runs))
+            shape = shape_of(state.pool, step, runs)._replace(chooses=bool(self.arrivals))
             call, captured = partial(self._call, fn, state), partial(self._captured, fn, state)
-            out = run_step(table_of(state, fn), shape_of(state.pool, step, runs), call, captured)
+            return run_step(table_of(state, fn), shape, call, captured)
         except BaseException:
             self.exchange.renew()  # the ranks may have launched different parts of the step
             raise
         finally:
             self.steps = []
-        if isinstance(out, tuple):
-            return tuple(self._out_of_arena(x, count) for x in out)
-        return self._out_of_arena(out if needed is None else out[needed], count)
 
     def announce(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> None:
         """Tell ranks in other processes of a step, for which memory is held here, before its first launch."""
@@ -148,8 +175,8 @@ class TensorParallelOps(SeveralGpus):
     def _uploaded(self, rank: int, pool: MultiGpuPool, step: Step, runs: Runs) -> DeviceStep:
         if isinstance(step.tokens, PerRank):
             step = replace(step, tokens=step.tokens.parts[rank])
-        gpu = self.gpus[rank]
-        return gpu.context.replay.upload(pool.pools[gpu], step, runs)
+        gpu, arrival = self.gpus[rank], self.arrivals[rank] if self.arrivals else None
+        return gpu.context.replay.upload(pool.pools[gpu], step, runs, arrival)
 
     def _call(self, fn: Callable[[Any, Any], Any], state: Any) -> Any:
         for gpu, step in zip(self.gpus, self.steps, strict=True):
@@ -157,10 +184,23 @@ class TensorParallelOps(SeveralGpus):
             gpu.context.replay.active = step
         try:
             with self.exchange.step():
-                return fn(state, MultiGpuStep(len(self.steps[0])))
+                out = fn(state, MultiGpuStep(len(self.steps[0])))
+                if self.arrivals:
+                    self._choose(out)
+                return out
         finally:
             for gpu in self.gpus:
                 gpu.context.replay.active = None
+
+    def _choose(self, logits: PerRank) -> None:
+        """Choose the tokens of a greedy step, on every rank, from the ranks' parts of the logits."""
+
+        def best(rank: int) -> Array:
+            first = self.gpus[rank].ops.ranks.rank * logits.shape[1] if self.divides_logits else 0
+            return sampling.best_of_rank(self.gpus[rank].context, logits.parts[rank], first)
+
+        gathered = self.exchange.gather(self._each(best))
+        self._each(lambda rank: sampling.choose_of_ranks(self.gpus[rank].context, gathered[rank]))
 
     def _captured(self, fn: Callable[[Any, Any], Any], state: Any) -> Program:
         with ExitStack() as stack:
@@ -191,7 +231,10 @@ class TensorParallelOps(SeveralGpus):
         return PerRank(self.gpus, self.exchange.sum(x.parts, fuses=is_captured))
 
     def all_gather(self, x: PerRank, columns: int) -> PerRank:
-        return x if x.shape[1] == columns else PerRank(self.gpus, self.exchange.gather(x.parts))
+        self.divides_logits = x.shape[1] < columns
+        if self.arrivals or not self.divides_logits:
+            return x
+        return PerRank(self.gpus, self.exchange.gather(x.parts))
 
     def sample(self, logits: PerRank, sampler: Sampler | Samplers) -> Any:
         drawn: Sampler | Samplers

@@ -10,7 +10,7 @@ from common import fit
 from common.amounts import parse_size, shown_size
 from common.errors import BimetalError, UsageError
 from common.models import Model, architecture, rank_config
-from common.sampling import Sampler, Sampling
+from common.sampling import GREEDY
 from common.step import MAX_DECODE_ROWS, State, Step
 from common.storage import state_bytes
 from common.weights import Matrix
@@ -154,14 +154,14 @@ def _predicted(name: str, model: Model, tokens: int) -> int:
 def read_prompt(model: Model, state: State, tokens: int) -> float:
     """Read `tokens` random tokens; return the seconds that it took."""
     ids = np.random.default_rng(state.length).integers(0, model.config.vocab, tokens).astype(np.int32)
-    ops, greedy = model.ops, Sampler(Sampling())
+    ops = model.ops
     with Clock() as clock:
         for at in range(0, tokens, ops.prefill_rows):
             chunk = ids[at : at + ops.prefill_rows]
             logits = model.forward(state, Step.chain(chunk, state.length), slice(len(chunk) - 1, len(chunk)))
             state.commit(np.arange(len(chunk)))
         if tokens > 0:
-            ops.read(ops.sample(logits, greedy))
+            ops.read(ops.sample(logits, GREEDY))
     return clock.seconds
 
 
@@ -170,12 +170,12 @@ def _steps(model: Model, state: State, rows: int, runs: int) -> tuple[list[float
 
     Returns the seconds per step of each run, and the kernels of a step, 0 where the backend does not count them.
     """
-    ops, greedy = model.ops, Sampler(Sampling())
+    ops = model.ops
     tokens: Any = np.random.default_rng(rows).integers(0, model.config.vocab, rows).astype(np.int32)
 
     def after(tokens: Any) -> Any:
         """Return what a step over `tokens` chooses: as in decoding, the next step waits for it."""
-        return ops.sample(model.forward(state, Step.chain(tokens, state.length)), greedy)
+        return model.greedy_tokens(state, Step.chain(tokens, state.length))
 
     before = ops.launches
     tokens = after(tokens)

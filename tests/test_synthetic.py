@@ -8,7 +8,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from common.models import Model
 from common.reference import NumpyOps
 from common.step import State, Step
 from generate import bench_synthetic, bench_wedlm, timing
@@ -87,13 +86,13 @@ def test_bench(small, tmp_path, capsys):
 
 def test_bench_leaves_the_first_prefill_out(small, tmp_path, monkeypatch):
     """By a clock that only forward passes move: the first takes 9 s, the others 1, 4 and 2, whose median is 2."""
-    clock, seconds, forward, table = [0.0], iter((9.0, 1.0, 4.0, 2.0)), Model.forward, tmp_path / "rows.tsv"
+    clock, seconds, run, table = [0.0], iter((9.0, 1.0, 4.0, 2.0)), NumpyOps.run, tmp_path / "rows.tsv"
 
     def timed(*args):
         clock[0] += next(seconds, 0.5)
-        return forward(*args)
+        return run(*args)
 
-    monkeypatch.setattr(Model, "forward", timed)
+    monkeypatch.setattr(NumpyOps, "run", timed)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(NumpyOps, "copy_bandwidth", lambda self: 1e9)
     argv = ["bench", "--synthetic", "wedlm-8b:q5_k_m", "--backend", "numpy", "--contexts", "3", "--rows", "1"]

@@ -16,13 +16,14 @@ import generate
 from common.decode.alone import run_alone
 from common.decode.run import DecoderRun
 from common.decoders import Speculation
-from common.errors import BimetalError, UsageError
+from common.errors import BimetalError, NotFiniteError, UsageError
 from common.joined_step import JoinedStep
 from common.models import load_model
 from common.models.drafts import load_pair
 from common.ops import Ops
 from common.sampling import Sampler, Samplers, Sampling
 from common.step import PAST, Step
+from common.tensors import Tensor
 from generate.backends import Placement, open_backend
 from generate.prefixes import fingerprint
 from generate.synthetic import synthetic, synthetic_checkpoint
@@ -32,6 +33,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 from cuda_backend import exchange, tensor_parallel, transports  # noqa: E402
 from cuda_backend.nccl_exchange import NcclExchange  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
+from cuda_backend.per_rank import PerRank  # noqa: E402
 from cuda_backend.tensor_parallel import TensorParallelOps  # noqa: E402
 
 COUNT = cupy.cuda.runtime.getDeviceCount()
@@ -135,6 +137,54 @@ def test_rows_of_sequences_are_alone(name, model):
     for state, other in zip(pooled, alone, strict=True):
         saved, expected = state.save(), other.save()
         assert all(np.array_equal(saved[key], expected[key]) for key in expected)
+
+
+def test_greedy_tokens(name, model):
+    """Tokens chosen from the parts of each rank are those of the whole logits, and a next step takes them."""
+    ids, pool = tiny.golden(name)["ids"].astype(np.int32), model.new_pool(3, 64)
+    states = [pool.new_state() for _ in range(2)]
+    for state, n in zip(states, (3, 20), strict=True):
+        model.forward(state, Step.chain(ids[:n], 0))
+        state.commit(range(n))
+    slots = [state.slot for state in states]
+    for rows in (1, 3, 1, 1, 3, 3):  # as it comes, captured, replayed
+        parts = [Step.chain(ids[40 : 40 + rows], state.length) for state in states]
+        step = JoinedStep.of(parts, np.tile(ids[40 : 40 + rows], 2), slots)
+        want = read(model, model.forward(pool, step)).argmax(-1)
+        tokens = model.greedy_tokens(pool, step)
+        assert read(model, tokens).tolist() == want.tolist()
+        if rows == 1:
+            pool.commit_rows(states, [1, 1])
+            positions = np.array([state.length for state in states], np.int32)
+            given = read(model, model.greedy_tokens(pool, JoinedStep.of_single_rows(want, positions, slots)))
+            ahead = model.greedy_tokens(pool, JoinedStep.of_single_rows(tokens, positions, slots))
+            assert read(model, ahead).tolist() == given.tolist()
+            assert read(model, tokens).tolist() == want.tolist()
+
+
+def test_greedy_tokens_of_logits_with_nan():
+    """A row with NaN in one rank's part gives no token, and other rows theirs."""
+    model = two_ranks("llama")
+    ops, (T, n) = model.ops, (3, model.config.vocab // 2)
+    rows = np.random.default_rng(2).normal(size=(2, T, n)).astype(np.float32)
+    rows[0, 1, 5] = np.nan
+    rows[1, 2, 3] = rows[0, 2, 7] = 50  # a tie, which the lower token wins
+    rows[0, 0], rows[1, 0, 4] = -np.inf, -0.0
+
+    tables = []
+    for gpu, part in zip(ops.gpus, rows, strict=True):
+        with gpu.device:
+            tables.append(gpu.ops.weight(Tensor("x", "F32", (T, n), part.view(np.uint8))))
+
+    def fn(state, step):
+        return ops.all_gather(ops.embed(PerRank(ops.gpus, tables), step.tokens), 2 * n)
+
+    tokens = ops.run_greedy(fn, model.new_state(64), Step.chain(np.arange(T, dtype=np.int32), 0))
+    whole = np.concatenate(rows, axis=1)
+    assert ops.read(tokens[:1]).tolist() == [whole[0].argmax()]
+    assert ops.read(tokens[2:]).tolist() == [7]
+    with pytest.raises(NotFiniteError):
+        ops.read(tokens)
 
 
 def test_prefill(name, model):
