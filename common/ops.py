@@ -258,6 +258,20 @@ class Ops(Backend):
         """Run fn(state, step), which gives logits, and return the most probable token of each row, as `sample` does."""
         return self.sample(self.run(fn, state, step), GREEDY)
 
+    def run_chains(
+        self, fn: Callable[[Any, Any], Array], state: Any, step: Step, rows: int, first: int, count: int
+    ) -> Array:
+        """Run a draft's pass fn(state, step), which gives logits (T, vocab), and draft `count` tokens of each sequence.
+
+        Returns each sequence's newest token and the most probable tokens after it, (n,) int32.
+
+        rows   rows of each sequence, of which row 0 has the newest token
+        first  row of which the logits are of the token after the newest; the next rows are of the tokens after that
+        """
+        best = self.read(self.top_k(self.run(fn, state, step), 1)[0])[: len(step)].reshape(-1, rows)
+        newest = np.reshape(step.tokens, (-1, rows))[:, :1]
+        return np.concatenate([newest, best[:, first : first + count]], axis=1).reshape(-1)
+
     def chooses(self, sampler: Sampler) -> bool:
         """Test whether `sample` chooses without copying the row to the host."""
         return sampler.is_argmax or (self.draws and not sampler.penalizes)
@@ -298,16 +312,6 @@ class Ops(Backend):
     def top_k(self, logits: Array, k: int) -> tuple[Array, Array]:
         """Return ids and log-probabilities, (T, k) each, of the k best tokens of each row of logits (T, vocab)."""
         return top_k(self.read(logits), k)
-
-    def draft_chains(self, logits: Array, tokens: np.ndarray, first: int, count: int) -> Array:
-        """Return the newest token of each sequence and the `count` most probable ones after it, (n,) int32.
-
-        tokens  (sequences, rows) int32 of a draft's pass that has just run, on the host; column 0: the newest tokens
-        logits  (sequences * rows, vocab) of the pass; rows `first`, `first` + 1, ... of a sequence are of the tokens
-                after the newest
-        """
-        best = self.read(self.top_k(logits, 1)[0]).reshape(tokens.shape)
-        return np.concatenate([tokens[:, :1], best[:, first : first + count]], axis=1).reshape(-1)
 
     def argmax_entropy(self, logits: Array, excluded: int) -> tuple[Array, Array]:
         """Return the best token of each row of logits (T, vocab), and the row's entropy, both without token `excluded`.

@@ -246,13 +246,13 @@ class RowRunner:
         """
         pair, slots = cast(Pair, self.model), [state.slot for state in states]
         masks = np.tile(pair.pass_step(0, 0).tokens, (len(states), 1))
-        rows, first = masks.shape[1], pair.rows_of_each(0, masks.shape[1]).start
+        rows, pool = masks.shape[1], states[0].pool
 
         def verified(newest: list[int]) -> VerifiedChains:
             starts, inputs = [state.length for state in states], masks.copy()
             inputs[:, 0] = newest
             block = JoinedStep.of_equal_runs(inputs.reshape(-1), starts, rows, slots, is_block=True)
-            tokens = self.ops.draft_chains(self._proposed(states, block), inputs, first, count)
+            tokens = pair.draft_chains(pool, block, rows, count)
             step = JoinedStep.of_equal_runs(tokens, starts, 1 + count, slots)
             return tokens, *_chosen(*self._runs_on(states, [False] * len(states)), step, choice)
 

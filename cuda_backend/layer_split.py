@@ -174,7 +174,7 @@ class LayerSplitOps(SeveralGpus):
     sample = forwarded("sample")
     top_k = forwarded("top_k")
     argmax_entropy = forwarded("argmax_entropy")
-    draft_chains = Ops.draft_chains  # on the host: the tokens of a pass lie on the first GPU, its logits on the last
+    run_chains = Ops.run_chains  # on the host: the tokens of a pass lie on the first GPU, its logits on the last
     run_greedy = Ops.run_greedy
 
     # -- inside --------------------------------------------------------------------------------------------------------

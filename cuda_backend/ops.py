@@ -206,6 +206,13 @@ class CudaOps(Ops):
             self.idle.ends()
         return tokens
 
+    def run_chains(
+        self, fn: Callable[[Any, Any], Any], state: Any, step: Step, rows: int, first: int, count: int
+    ) -> Array:
+        arrival = self.context.to_host.expect(len(step) // rows * (1 + count))
+        logits, _ = self._run(fn, state, step, arrival)
+        return sampling.draft_chains(self.context, logits, arrival, rows, first, count)
+
     def _run(
         self, fn: Callable[[Any, Any], Any], state: Any, step: Step, arrival: Arrival | None = None
     ) -> tuple[Any, int]:
@@ -273,8 +280,6 @@ class CudaOps(Ops):
         if not sampling.finds(logits.shape[1], k):
             return super().top_k(logits, k)
         return sampling.top_k(self.context, logits, k)
-
-    draft_chains = of_context(sampling.draft_chains)
 
     def argmax_entropy(self, logits: Array, excluded: int) -> tuple[Array, Array]:
         return sampling.argmax_entropy(self.context, logits, excluded)

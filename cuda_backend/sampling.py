@@ -1,14 +1,14 @@
 """Sample, and compute argmax, top-k and entropy of logits on the device; logits are not copied to the host."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cupy
 import numpy as np
 
 from common.options import Sampling
-from common.sampling import GREEDY, ONE, Sampler, Samplers
+from common.sampling import ONE, Sampler, Samplers
 from common.step import MAX_DECODE_ROWS
 from cuda_backend.arrays import Array
 from cuda_backend.context import Context
@@ -50,27 +50,58 @@ def sample(context: Context, logits: Array, sampler: Sampler | Samplers) -> Arra
 def greedy_tokens(context: Context, logits: Array, count: int, arrival: Arrival) -> Array:
     """Return the most probable token of each of the first `count` rows of a step's logits, which lie in the arena.
 
-    The tokens are those of `sample`. The logits are not copied, and the launches are captured and replayed: their
-    arguments depend only on where the logits lie.
+    The tokens are those of `sample`; the logits are not copied.
 
     arrival  of `count` numbers, with which the step was uploaded
     """
+    T, inputs, stream = logits.shape[0], context.replay.decode_inputs, context.stream
+
+    def choose(keys: int, pieces: int) -> None:
+        args = keys, pieces, inputs.memory.address, inputs.tokens
+        kernel("sample", "choose")((T,), (32,), args, stream=stream)
+
+    _choose_in_place(context, logits, choose, ())
+    arrival.launched()
+    tokens = arriving(arrival, count)
+    inputs.place_for(tokens)
+    return tokens
+
+
+def draft_chains(context: Context, logits: Array, arrival: Arrival, rows: int, first: int, count: int) -> Array:
+    """Join newest tokens and drafted ones as Ops.run_chains does, from the logits of the pass, which lie in the arena.
+
+    arrival  of as many numbers as there are tokens, with which the pass was uploaded
+    """
+    T, inputs, stream = len(arrival.numbers), context.replay.decode_inputs, context.stream
+
+    def chains(keys: int, pieces: int) -> None:
+        args = keys, pieces, inputs.memory.address, inputs.tokens, rows, first, 1 + count
+        kernel("sample", "chains")((T,), (32,), args, stream=stream)
+
+    _choose_in_place(context, logits, chains, (T, rows, first, count))
+    arrival.launched()
+    return arriving(arrival, T)
+
+
+def _choose_in_place(context: Context, logits: Array, choose: Callable[[int, int], None], key: tuple[int, ...]) -> None:
+    """Find the best of each piece of a row of logits in the arena, and call `choose` with the keys and pieces per row.
+
+    The launches are captured and replayed, since their arguments depend only on `key` and on where the logits lie.
+    """
+    (T, V), stream, replay = logits.shape, context.stream, context.replay
     if not float4_aligned(logits):
-        return sample(context, out_of_arena(context, logits, count), GREEDY)
-    T, V = logits.shape
-    replay, stream, pieces = context.replay, context.stream, pieces_of(V)
-    keys, next_step = replay.decode_inputs.keys(pieces), replay.decode_inputs.tokens
+        best, _keys = _best(context, out_of_arena(context, logits, T))
+        choose(*best)
+        return
+    pieces = pieces_of(V)
+    keys = replay.decode_inputs.keys(pieces)
 
     def launch() -> None:
         kernel("sample", "add_up")((pieces, T), (256,), (view(logits), V, 0, keys), stream=stream)
-        args = keys, pieces, replay.decode_inputs.memory.address, next_step
-        kernel("sample", "choose")((T,), (32,), args, stream=stream)
+        choose(keys, pieces)
 
-    replay.replayed((T, V, logits.address, logits.strides, logits.partials, logits.partial_stride), launch)
-    arrival.launched()
-    tokens = arriving(arrival, count)
-    replay.decode_inputs.place_for(tokens)
-    return tokens
+    place = logits.address, logits.strides, logits.partials, logits.partial_stride
+    replay.replayed((key, T, V, *place), launch)
 
 
 def best_of_rank(context: Context, logits: Array, first: int) -> Array:
@@ -95,18 +126,6 @@ def arriving(arrival: Arrival, count: int, keys: Memory | None = None) -> Array:
     tokens = Array((count,), arrival.on_device, owner=(arrival, keys), dtype=np.int32)
     tokens.arrival = arrival
     return tokens
-
-
-def draft_chains(context: Context, logits: Array, tokens: np.ndarray, first: int, count: int) -> Array:
-    """Join newest tokens, which are on the device since the pass, and drafted ones, as Ops.draft_chains does."""
-    (sequences, rows), stream = tokens.shape, context.stream
-    T, (best, keys) = sequences * (1 + count), _best(context, logits)
-    arrival = context.to_host.expect(T)
-    chains = arriving(arrival, T, keys)
-    args = *best, context.replay.decode_inputs.tokens, rows, first, 1 + count, chains.address, arrival.address
-    kernel("sample", "chains")((T,), (32,), args, stream=stream)
-    arrival.launched()
-    return chains
 
 
 def _best(context: Context, logits: Array) -> tuple[tuple[int, int], Memory | None]:

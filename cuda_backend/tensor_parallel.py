@@ -294,7 +294,7 @@ class TensorParallelOps(SeveralGpus):
     keep = on_all("keep")
     top_k = on_all("top_k")
     argmax_entropy = on_all("argmax_entropy")
-    draft_chains = Ops.draft_chains  # on the host, whose tokens every GPU then gets
+    run_chains = Ops.run_chains  # on the host, whose tokens every GPU then gets
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

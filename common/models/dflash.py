@@ -160,6 +160,9 @@ class DflashPair(Pair):
     def propose_each(self, state: Any, step: Step, rows: int) -> Array:
         return self.ops.run(self._blocks, state, step)
 
+    def draft_chains(self, state: Any, step: Step, rows: int, count: int) -> Array:
+        return self.ops.run_chains(self._blocks, state, step, rows, self.draft.first, count)
+
     def rows_of_each(self, number: int, rows: int) -> slice:
         first = number * rows + self.draft.first
         return slice(first, first + self.draft.tokens)

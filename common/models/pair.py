@@ -136,6 +136,13 @@ class Pair(Model):
         """
         return 0
 
+    def draft_chains(self, state: Any, step: Step, rows: int, count: int) -> Array:
+        """Draft `count` tokens after each sequence's newest one by a pass as `propose_each`: Ops.run_chains.
+
+        Only drafts with `block_tokens` do.
+        """
+        raise NotImplementedError(f"{self.spec} drafts give no tokens by blocks")
+
     @abstractmethod
     def propose_each(self, state: Any, step: Step, rows: int) -> Array:
         """Compute a pass of several sequences with `rows` rows of `step` each; return the logits of all, (m, vocab)."""

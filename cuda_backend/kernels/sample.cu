@@ -85,9 +85,10 @@ extern "C" __global__ void choose_of_ranks(const float4* best, int ranks, const 
 }
 
 // A draft's pass has `rows` rows of each sequence, with the newest token in the first. `each` tokens per sequence: the newest,
-// and the best ones of rows `first`, first + 1, ...
-extern "C" __global__ void chains(const u64* keys, int n, const int* pass, int rows, int first, int each, int* tokens, int* host) {
+// and the best ones of rows `first`, first + 1, ..., to the addresses that the pass's StepState names
+extern "C" __global__ void chains(const u64* keys, int n, const StepState* step, const int* pass, int rows, int first, int each) {
+    begin();
     const int row = blockIdx.x / each * rows, at = blockIdx.x % each;
     const int token = at ? token_of(largest(keys + (row + first + at - 1) * n, n)) : pass[row];
-    if (threadIdx.x == 0) tokens[blockIdx.x] = host[blockIdx.x] = token;
+    if (threadIdx.x == 0) step->tokens[blockIdx.x] = step->host[blockIdx.x] = token;
 }
