@@ -332,7 +332,7 @@ class CudaOps(Ops):
 
     @property
     def built(self) -> int:
-        return self.context.arena.steps + kernels_built()
+        return self.context.arena.steps + self.context.replay.built + kernels_built()
 
     @property
     def waited(self) -> float:

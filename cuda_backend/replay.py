@@ -253,6 +253,7 @@ class Replay:
         self.overlap = overlap
         self.active: DeviceStep | None = None  # the step whose ops are being launched
         self._replayed: dict[Any, Graph | None] = {}
+        self.built = 0  # calls of `replayed` so far that launched or captured
 
     def run(
         self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: Step, arrival: Arrival | None = None
@@ -346,11 +347,13 @@ class Replay:
         The first call, in which kernels may be compiled, is not captured.
         """
         if key not in self._replayed:
+            self.built += 1
             launch()
             self._replayed[key] = None
             return
         graph = self._replayed[key]
         if graph is None:
+            self.built += 1
             graph = self.graph(overlap=False)
             try:
                 launch()
