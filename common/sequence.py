@@ -74,6 +74,7 @@ class Call:
 
 
 RESERVED = 1024  # tokens of a reply for which memory is granted at a time
+SHARED_ROWS = 64  # most rows of a short step of a prompt where steps are divided, so that others wait less for it
 
 
 class Sequence:
@@ -159,9 +160,8 @@ class Sequence:
         """
         if self.slot is None:
             return False
-        at = self.slot.state.length
-        cut = self.reading.next_cut(at)
-        return cut < self.end or (divides and self.target.model.divides(cut - at))
+        cut = self._next_cut(divides)
+        return cut < self.end or (divides and self.target.model.divides(cut - self.slot.state.length))
 
     @property
     def rows(self) -> int:
@@ -239,7 +239,7 @@ class Sequence:
 
         The step is returned with the logits (n, vocab) of the prompt's last row, or of no rows.
         """
-        step, rows = self._prompt_step()
+        step, rows = self._prompt_step(divides)
         assert self.slot
         model, state = self.target.model, self.slot.state
         if not divides:
@@ -252,11 +252,21 @@ class Sequence:
         self.unfinished_parts = parts
         return None
 
-    def _prompt_step(self) -> tuple[Step, slice]:
-        """Return (the next step of the prompt, the rows whose logits are needed)."""
+    def _next_cut(self, divides: bool) -> int:
+        """Return the end of the prompt's next step.
+
+        With `divides` a short step has at most SHARED_ROWS rows, none of whose bits depend on the other rows.
+        """
         assert self.slot
         at = self.slot.state.length
         cut = self.reading.next_cut(at)
+        is_short = cut - at <= self.reading.short_rows(at)
+        return min(cut, at + SHARED_ROWS) if divides and is_short else cut
+
+    def _prompt_step(self, divides: bool) -> tuple[Step, slice]:
+        """Return (the next step of the prompt, the rows whose logits are needed)."""
+        assert self.slot
+        at, cut = self.slot.state.length, self._next_cut(divides)
         n = cut - at
         rows = slice(n - 1, n) if cut == len(self.prompt) else slice(0, 0)
         return Step.of_prompt(np.asarray(self.prompt[at:cut], np.int32), at, self.reading.short_rows(at)), rows

@@ -30,7 +30,7 @@ from common.sampling import NOT_A_TOKEN
 from common.schedule import VERIFY_ROWS, BusyError
 from common.sequence import Call, Sequence
 from common.slot import Slot
-from common.step import State, Step
+from common.step import MAX_DECODE_ROWS, State, Step
 from common.stretches import Stretches
 
 CONTEXT, MASK = 400, 90
@@ -126,6 +126,13 @@ def drain(engine, replies, arrivals=(), random=None, cancels=()):
 def without_clock(engine):
     """Let prompts be read before anything decodes, however long their steps take: no time counts."""
     engine.schedule.has_read = engine.schedule.has_decoded = lambda *of: None
+    return engine
+
+
+def owing_a_step(engine):
+    """Let a step of decoding follow each step of a prompt, or part of one, beside others."""
+    engine.schedule.has_read = lambda seconds, decoders: setattr(engine.schedule, "owed", 1.0 if decoders else 0.0)
+    engine.schedule.has_decoded = lambda seconds: setattr(engine.schedule, "owed", 0.0)
     return engine
 
 
@@ -374,9 +381,7 @@ def test_others_decode_between_the_parts_of_a_prompts_step(name, monkeypatch):
     long = random.choice(tiny.golden(name)["ids"], 300).tolist()
     parts = min(PARTS, len(model.weights.layers))
     whole, first_alone = alone(model, long, max_tokens=3), alone(model, [5, 6, 7], max_tokens=40)
-    engine = without_clock(Engine(model, Ids(), CONTEXT, parallel=2))
-    engine.schedule.has_read = lambda seconds, decoders: setattr(engine.schedule, "owed", 1.0 if decoders else 0.0)
-    engine.schedule.has_decoded = lambda seconds: setattr(engine.schedule, "owed", 0.0)
+    engine = owing_a_step(Engine(model, Ids(), CONTEXT, parallel=2))
     rows = steps_of(monkeypatch)
     first = keeps_state(submit(engine, [5, 6, 7], max_tokens=40))
     while first.sequence.new_tokens < 5:
@@ -390,6 +395,23 @@ def test_others_decode_between_the_parts_of_a_prompts_step(name, monkeypatch):
     assert (first.tokens, other.tokens) == (first_alone.tokens, whole.tokens)
     for reply, by_itself in ((first, first_alone), (other, whole)):
         assert all(np.array_equal(reply.state[key], by_itself.state[key]) for key in by_itself.state)
+
+
+def test_others_decode_between_short_steps_of_a_prompt(monkeypatch):
+    """A step of up to 136 rows, whose rows do not depend on each other, is divided where several sequences may run."""
+    monkeypatch.setattr(NumpyOps, "short_rows", MAX_DECODE_ROWS)
+    model, prompt = tiny.load("llama", NumpyOps()), [5 + n % 50 for n in range(100)]
+    expected = alone(model, prompt, max_tokens=8).tokens
+    engine = owing_a_step(Engine(model, Ids(), CONTEXT, parallel=2))
+    rows = steps_of(monkeypatch)
+    first = submit(engine, [5, 6, 7], max_tokens=40)
+    while first.sequence.new_tokens < 4:
+        engine.turn()
+    rows.clear()
+    second = submit(engine, prompt, max_tokens=8)
+    drain(engine, [first, second])
+    assert rows[rows.index(64) :][:3] == [64, 1, 36]
+    assert second.tokens == expected
 
 
 def test_a_cancelled_prompt_leaves_nothing_of_its_parts():
@@ -847,7 +869,8 @@ def test_the_steps_of_several_drafting_sequences_keep_to_the_row_budget(spec, tm
     run = NumpyOps.run
 
     def counted(ops, fn, state, step, *rest):
-        rows.append((len(step), len(engine.running)))
+        if step.parents is not None:  # not a pass of the draft
+            rows.append((len(step), len(engine.running)))
         return run(ops, fn, state, step, *rest)
 
     asked = [([5, 6, 7 + n] * 4, how | {"max_tokens": 12 + 4 * n}) for n in range(4)]
