@@ -454,7 +454,7 @@ def backend(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
         type=values.positive,
         metavar="N",
         help="divide every layer among N --devices, or for a prompt, --chat and serve among N processes of mlx.launch "
-        "(default: divide by layers)",
+        "or torchrun (default: divide by layers)",
     )
 
 

@@ -50,7 +50,7 @@ COUNTERS = {
     "prefix_cache_hits": "prompt tokens that it had",
     "prefill_compression_dropped_tokens": "tokens that compression left out of prompts, as its drafter counts them",
     "admission_rejections": "requests refused because too many ran or waited",
-    "num_preemptions": "times that a reply left its slot for others, to go on later",
+    "num_preemptions": "replies suspended for lack of memory, to continue later",
     "spec_decode_num_drafts": "steps that verified draft tokens",
     "spec_decode_num_draft_tokens": "draft tokens that were verified",
     "spec_decode_num_accepted_tokens": "draft tokens that were accepted",
