@@ -73,7 +73,7 @@ class Backend(ABC):
     checks_scales = False  # whether `loading` refuses scales that are not finite, which saves a read
 
     def prompt_rows(self, spec: Sequence[LayerSpec]) -> int:
-        """Rows of which long steps of a prompt should have a multiple, for a model with the states `spec`."""
+        """Return the number of which the rows of long steps should be multiples, for a model with the states `spec`."""
         return 1
 
     # -- weights and states ----------------------------------------------------------------------------------------

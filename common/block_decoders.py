@@ -19,12 +19,12 @@ FP4_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
 
 
 def e8m0(exponents: np.ndarray, bias: int) -> np.ndarray:
-    """2^(exponent + bias), float32."""
+    """Return 2^(exponent + bias), float32."""
     return np.ldexp(np.float32(1), exponents.astype(np.int32) + bias)
 
 
 def _e4m3_table() -> np.ndarray:
-    """float32 (256,): sign, 4 exponent bits with bias 7, 3 bits of mantissa; no infinity, 0x7F is NaN."""
+    """Return the value of each code, float32 (256,): sign, 4 exponent bits (bias 7), 3 of mantissa; 0x7F is NaN."""
     codes = np.arange(256)
     exponent, mantissa = (codes >> 3) & 15, (codes & 7).astype(np.float32)
     values = np.where(exponent == 0, mantissa / 512, np.ldexp(1 + mantissa / 8, exponent - 7)).astype(np.float32)
@@ -41,12 +41,12 @@ _UE4M3_HALVED[[0x7F, 0xFF]] = 0, 240
 
 
 def half_floats(data: np.ndarray) -> np.ndarray:
-    """float16 scales, uint8 (n, 2k) → float32 (n, k)."""
+    """Read float16 scales, uint8 (n, 2k) → float32 (n, k)."""
     return data.view("<f2").astype(np.float32)
 
 
 def bit_fields(data: np.ndarray, bits: int, run: int) -> np.ndarray:
-    """Bit fields, uint8 (n, k) → uint8 (n, k · 8 / bits): the lowest field of `run` bytes, then their next, ..."""
+    """Unpack fields, uint8 (n, k) → uint8 (n, k · 8 / bits): the lowest field of `run` bytes, then their next, ..."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return ((data.reshape(len(data), -1, 1, run) >> shifts) & np.uint8((1 << bits) - 1)).reshape(len(data), -1)
 
@@ -116,7 +116,7 @@ def _q3_k(b: np.ndarray) -> np.ndarray:
 
 
 def k_scales(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and minima of the 8 groups of Q4_K and Q5_K, (n, 8) each: 6-bit numbers in bytes 4 to 16."""
+    """Read scales and minima of the 8 groups of Q4_K and Q5_K, (n, 8) each: 6-bit numbers in bytes 4 to 16."""
     low, middle, high = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = np.concatenate([low & 63, (high & 15) | ((low >> 6) << 4)], axis=1)
     minima = np.concatenate([middle & 63, (high >> 4) | ((middle >> 6) << 4)], axis=1)
@@ -171,7 +171,7 @@ def codebook(type_: str) -> np.ndarray:
 
 @cache
 def _sign_patterns() -> np.ndarray:
-    """±1, float32 (128, 8): 7 stored signs, and an eighth that makes the number of minus signs even."""
+    """Return ±1, float32 (128, 8): 7 stored signs, and an eighth that makes the number of minus signs even."""
     bits = np.unpackbits(np.arange(128, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     bits[:, 7] = bits.sum(axis=1) % 2
     return 1 - 2 * bits.astype(np.float32)
@@ -187,7 +187,7 @@ def _grid(type_: str, codes: np.ndarray) -> np.ndarray:
 
 
 def _packed_signs(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A 4-bit scale, (n, k), over the four 7-bit sign patterns of 32 values, (n, 32k), from uint32 words, (n, k)."""
+    """Read uint32 words (n, k): a 4-bit scale, (n, k), above four 7-bit sign patterns, ±1 of 32 values, (n, 32k)."""
     patterns = (words[:, :, None] >> np.arange(0, 28, 7, dtype=np.uint32)) & np.uint32(127)
     return (words >> 28).astype(np.float32), _sign_patterns()[patterns].reshape(len(words), -1)
 

@@ -60,7 +60,7 @@ def _rows_of(blocks: np.ndarray, end: int) -> np.ndarray:
 
 
 def _softmax(q: np.ndarray, keys: np.ndarray, first: int, mask: np.ndarray) -> np.ndarray:
-    """Weights (rows, heads, m) of q (rows, heads, D), rows from `first` on, for keys (m, D) of the rows `mask`."""
+    """Weigh keys (m, D) of the rows `mask` for q (rows, heads, D), rows from `first` on: (rows, heads, m)."""
     rows, heads, D = q.shape
     scores = (q.reshape(-1, D) @ keys.T).reshape(rows, heads, -1)
     late = np.searchsorted(mask, first)  # all rows see the keys before

@@ -59,7 +59,7 @@ def check_head(config: Any) -> None:
 
 
 def default_spec(model: Any) -> str:
-    """The speculative mode of `model` where none is chosen: that of its draft, wedlm with a mask token, else off."""
+    """Return the default speculative mode of `model`: that of its draft, wedlm with a mask token, else off."""
     if isinstance(model, Pair):
         return model.spec
     return "off" if getattr(model.config, "mask_id", None) is None else "wedlm"

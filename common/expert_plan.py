@@ -47,7 +47,7 @@ class Mixture:
 
     @property
     def total(self) -> int:
-        """Bytes of all experts."""
+        """Count the bytes of all experts."""
         return self.layers * self.experts * self.expert_bytes
 
 
@@ -153,7 +153,7 @@ class Hits:
     """Hit rate by the share of the experts' bytes in memory, most popular experts first."""
 
     def __init__(self, counts: np.ndarray):
-        """counts: (layers, experts), of what traffic chose."""
+        """Rank the experts of all layers by `counts` (layers, experts), how often traffic chose each."""
         self._ranked = np.sort(counts.astype(np.float64), axis=None)[::-1].cumsum()
 
     def __call__(self, share: float) -> float:
@@ -163,18 +163,18 @@ class Hits:
 
 
 def zipf(experts: int, skew: float) -> Hits:
-    """Hits of traffic that chooses the n-th most popular expert in proportion to n to the power of -skew."""
+    """Return the hit rates of traffic that chooses the n-th most popular expert with the weight n^-skew."""
     return Hits((1 + np.arange(experts, dtype=np.float64))[None] ** -skew)
 
 
 def room(mixture: Mixture, machine: Machine) -> int:
-    """Bytes of experts that fit beside everything else."""
+    """Compute the bytes of experts that fit beside everything else."""
     usable = machine.memory - 1e9 if machine.host else WIRED * machine.memory
     return int(min(mixture.total, usable - mixture.fixed_bytes))
 
 
 def budgets(mixture: Mixture, machine: Machine) -> list[int]:
-    """Budgets to compare: one layer's experts, powers of two of a GB, and all that fits. Raises BimetalError."""
+    """List budgets to compare: one layer's experts, powers of two of a GB, and all that fits. Raises BimetalError."""
     least, most = mixture.experts * mixture.expert_bytes, room(mixture, machine)
     if most < least:
         raise BimetalError(
@@ -206,7 +206,7 @@ def read_machine(name: str) -> Machine:
 
 
 def hits_of(profile: Profile) -> Hits:
-    """Hits by the counts of a profile."""
+    """Return the hit rates by the counts of a profile."""
     if not profile.counts.any():
         raise BimetalError("the profile counts no use of any expert")
     return Hits(profile.counts[profile.counts.any(axis=1)])

@@ -39,7 +39,7 @@ class ExpertStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the needed experts that were found; 1 where none was needed."""
+        """Compute the share of the needed experts that were in memory; 1 if none was needed."""
         return self.hits / max(1, self.hits + self.misses) if self.misses else 1.0
 
     @property
@@ -48,7 +48,7 @@ class ExpertStats:
 
     @property
     def wait(self) -> float:
-        """Seconds waited, all layers together."""
+        """Sum up the seconds that all layers waited."""
         return sum(self.waits)
 
     def __str__(self) -> str:

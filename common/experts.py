@@ -146,7 +146,7 @@ class Residency:
 
     @property
     def slots(self) -> dict[Hashable, int]:
-        """Slots by kind, of kinds that have experts."""
+        """Count the slots of each kind of experts."""
         return {kind: pool.slots for kind, pool in self.pools.items() if pool.size}
 
     @property
@@ -165,7 +165,7 @@ class Residency:
         return np.flatnonzero(self.tables[layer] >= 0)
 
     def held_bytes(self) -> int:
-        """Bytes of the slots in use, loads included."""
+        """Count the bytes of the slots in use, with those that are being filled."""
         return sum(pool.size * (pool.slots - len(pool.free)) for pool in self.pools.values())
 
     # -- a step --------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def from_folder(folder: Path, config: Mapping[str, Any]) -> tuple[Backend, dict[
     generation = _read_json(folder / "generation_config.json")
 
     def declared(name: str) -> list[int]:
-        """Ids of "bos" or "eos" from every file that names one, the tokenizer's own first."""
+        """List ids of "bos" or "eos" from every file that names one, the tokenizer's own first."""
         token = settings.get(f"{name}_token")
         if isinstance(token, dict):
             token = token.get("content")

@@ -114,7 +114,7 @@ def _laguna_rope(values: Values) -> Values:
 
 
 def _glm(c: Any, values: Values) -> Values:
-    """Keys of the form that attends to latents, as one KV head."""
+    """Return the keys of the form that attends to latents, as one KV head."""
     return _sigmoid_experts(c.experts, c.dense_layers) | {
         "block_count": c.layers,
         "attention.head_count": c.heads,

@@ -178,7 +178,7 @@ def _own_keys(default: Format) -> dict[str, int]:
 
 
 def _header(partial: Path, keys: list[Key], outputs: Sequence[Output]) -> bytes:
-    """Everything in front of the tensors' data, padded."""
+    """Return everything in front of the tensors' data, padded."""
     from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
     architecture = next(key.value for key in keys if key.name == "general.architecture")

@@ -125,7 +125,7 @@ def _rope(keys: Keys, rope: Rope, default_theta: float) -> tuple[dict[str, Any],
 
 
 def stand_in(checkpoint: Checkpoint, keys: list[Key], divisors: np.ndarray | None, tied: bool) -> Checkpoint:
-    """A GGUF checkpoint of these keys whose tensors have shapes and no values, for a model's own reading of them."""
+    """Make a GGUF checkpoint of these keys whose tensors have shapes and no values, so that a model can read it."""
     tensors = dict(checkpoint.tensors)
     for written, suffix in SHAPES_READ.items():
         found = next((tensor for name, tensor in checkpoint.tensors.items() if name.endswith(suffix)), None)
@@ -162,7 +162,7 @@ def _check(
 
 
 def _tokenizer_keys(checkpoint: Checkpoint, vocab: int, preferred_pre: str | None) -> list[Key]:
-    """Keys of a byte-level BPE; a folder without tokenizer.json gives a file that takes token ids alone."""
+    """Return the keys of a byte-level BPE; a folder without tokenizer.json gives a file that takes token ids alone."""
     file = checkpoint.path / "tokenizer.json"
     if not file.is_file():
         return [_key("tokenizer.ggml.model", "none")]
@@ -206,7 +206,7 @@ def _tokenizer_keys(checkpoint: Checkpoint, vocab: int, preferred_pre: str | Non
 
 
 def _pre_name(file: Path, values: dict[str, Any], preferred: str | None) -> str:
-    """llama.cpp's name of the pre-tokenizer; raises BimetalError for one that has none there."""
+    """Return llama.cpp's name of the pre-tokenizer; raises BimetalError if llama.cpp has none for it."""
     model, pre = values["model"], values.get("pre_tokenizer") or {}
     parts = pre.get("pretokenizers", [pre])
     patterns = []

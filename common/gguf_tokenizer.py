@@ -84,7 +84,7 @@ class _Metadata:
         return value
 
     def get_id(self, key: str, count: int) -> int | None:
-        """The id of a token with a role, such as "bos", of `count` tokens; None where the file has no such token."""
+        """Return the id of the token with a role, such as "bos", of `count` tokens; None if the file has none."""
         id = self.get(f"{key}_token_id", int, None)
         if id is not None and not 0 <= id < count:
             raise BimetalError(f"tokenizer.ggml.{key}_token_id is {id}, but there are {count} tokens")

@@ -33,7 +33,7 @@ def wht(x: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 @cache
 def signs(name: str, group: int) -> np.ndarray:
-    """(group,) float32 of 1 and -1: the first entries of the named sequence."""
+    """Return (group,) float32 of 1 and -1: the first entries of the named sequence."""
     bits = np.unpackbits(np.array(SIGNS[name], "<u4").view(np.uint8), bitorder="little")[:group]
     return 1 - 2 * bits.astype(np.float32)
 

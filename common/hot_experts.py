@@ -38,17 +38,17 @@ class HotSizes:
 
     @property
     def min_budget(self) -> int:
-        """Bytes of the smallest budget that is accepted."""
+        """Return the bytes of the smallest budget that is accepted."""
         return least_bytes(self.sizes, self.experts) + self.staging
 
     @property
     def max_budget(self) -> int:
-        """Bytes of the budget with which all experts have slots."""
+        """Return the bytes of the budget with which all experts have slots."""
         return self.experts * sum(self.sizes) + self.staging
 
-    def share(self, part: float) -> int:
-        """Bytes of the budget with which `part` of all experts' bytes have slots."""
-        return int(part * (self.max_budget - self.staging)) + self.staging
+    def budget_of(self, share: float) -> int:
+        """Return the bytes of the budget with which this share of all experts' bytes has slots."""
+        return int(share * (self.max_budget - self.staging)) + self.staging
 
 
 def hot_sizes(stacks: Sequence[Sequence[int]], experts: int) -> HotSizes:

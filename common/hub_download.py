@@ -190,5 +190,5 @@ def _partial(blob: Path) -> Path:
 
 
 def disk_size(path: Path) -> int:
-    """Bytes of a file, 0 where it is missing."""
+    """Return the bytes of a file; 0 if it is missing."""
     return path.stat().st_size if path.exists() else 0

@@ -50,7 +50,7 @@ def choose_files(
 
 
 def _safetensors(files: Collection[str]) -> list[str]:
-    """The safetensors at the top of a repository, and what a model needs beside them; [] where there are none."""
+    """List the safetensors at the top of a repository, and what a model needs beside them; [] if there are none."""
     root = sorted(path for path in files if "/" not in path)
     weights = [path for path in root if path.endswith(".safetensors")]
     # Some repositories hold the same weights twice, as model-*.safetensors and as consolidated.safetensors.

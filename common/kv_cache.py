@@ -82,7 +82,7 @@ def options_of(choice: CacheChoice, pair: tuple[str, str] = (NATIVE, NATIVE)) ->
 
 
 def bits_of(format_: str) -> int:
-    """Bits of a code; 16 and more for numbers."""
+    """Return the bits of a code of a format; 16 or 32 for formats that store numbers."""
     return 32 if format_ == NATIVE else FORMATS[format_].bits
 
 

@@ -47,7 +47,7 @@ TQ3: tuple[tuple[float, ...], tuple[float, ...]] = (
 
 @cache
 def table(name: str, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """(centroids, boundaries), ascending float32, of a format's codes in a unit vector of `group` numbers."""
+    """Return (centroids, boundaries), ascending float32, of a format's codes in a unit vector of `group` numbers."""
     is_tq3 = name in ("tq3_0", "turboquant")
     centroids, boundaries = TQ3 if is_tq3 else LLOYD_MAX[int(name[2:])]
     scale = ((128 if is_tq3 else 1) / group) ** 0.5
@@ -60,7 +60,7 @@ def table(name: str, group: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Fields of 1, 2 or 4 bits, neighbours in one byte, the first lowest: uint8 (..., n) -> (..., n * bits / 8)."""
+    """Pack fields of 1, 2 or 4 bits into bytes, the first lowest: uint8 (..., n) -> (..., n * bits / 8)."""
     fields = _split(codes, 8 // bits)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     return np.bitwise_or.reduce(fields << shifts, axis=-1).astype(np.uint8)
@@ -78,13 +78,13 @@ def _split(x: np.ndarray, size: int) -> np.ndarray:
 
 
 def _halves(x: np.ndarray) -> np.ndarray:
-    """float32 (...) -> the bytes of its float16, (..., 2); finite numbers stay finite."""
+    """Return the bytes of float32 (...) as float16, (..., 2); finite numbers stay finite."""
     held = np.where(np.isfinite(x), np.clip(x, -MOST, MOST), x)
     return held[..., None].astype("<f2").view(np.uint8)
 
 
 def _floats(b: np.ndarray) -> np.ndarray:
-    """Return the bytes of a float16, (..., 2), -> float32 (...)."""
+    """Read the bytes of float16 numbers: (..., 2) -> float32 (...)."""
     return np.ascontiguousarray(b).view("<f2")[..., 0].astype(np.float32)
 
 
@@ -113,7 +113,7 @@ def _from_bf16(b: np.ndarray) -> np.ndarray:
 
 
 def _inverse(d: np.ndarray) -> np.ndarray:
-    """1 / d, 0 where d is 0 or so small that its inverse is infinite."""
+    """Compute 1 / d; 0 where d is 0 or so small that its inverse is infinite."""
     inverse = np.divide(1, d, out=np.zeros_like(d), where=d != 0)
     return np.where(np.isinf(inverse), np.float32(0), inverse)
 
@@ -134,7 +134,7 @@ def _fifth_bits(codes: np.ndarray) -> np.ndarray:
 
 
 def _signed(x: np.ndarray, bits: int) -> np.ndarray:
-    """q4_0, q5_0: (code - 2^(bits-1)) * d, where d takes the number of largest magnitude to the lowest code."""
+    """Encode q4_0, q5_0: (code - 2^(bits-1)) * d, where d takes the number of largest magnitude to the lowest code."""
     blocks, half = _split(x, BLOCK), 1 << (bits - 1)
     at = np.abs(blocks).argmax(axis=-1, keepdims=True)
     d = np.take_along_axis(blocks, at, axis=-1)[..., 0] / np.float32(-half)
@@ -144,7 +144,7 @@ def _signed(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _shifted(x: np.ndarray, bits: int) -> np.ndarray:
-    """q4_1, q5_1: code * d + m."""
+    """Encode q4_1, q5_1: code * d + m."""
     blocks, most = _split(x, BLOCK), (1 << bits) - 1
     low = blocks.min(axis=-1)
     d = (blocks.max(axis=-1) - low) / np.float32(most)
@@ -193,7 +193,7 @@ def _indices(unit: np.ndarray, name: str) -> np.ndarray:
 
 
 def _packed_codes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """2 or 4 bits: packed; 3 bits: the low two of all codes packed, then the high ones."""
+    """Pack codes of 2 or 4 bits; of 3 bits the low two of all codes, then the high ones."""
     if bits == 3:
         return np.concatenate([pack(codes & 3, 2), pack(codes >> 2, 1)], axis=-1)
     return pack(codes, bits)
@@ -222,7 +222,7 @@ def _from_lloyd_max(b: np.ndarray, name: str, bits: int) -> np.ndarray:
 
 
 def _turboquant(x: np.ndarray) -> np.ndarray:
-    """The raw norm, the norm of the unit vector's residual, 3-bit codes, the signs of the residual rotated again."""
+    """Encode raw norm, norm of the unit vector's residual, 3-bit codes, and signs of the residual rotated again."""
     groups = _split(x, group_of(x.shape[-1]))
     n, unit = _unit(groups)
     codes = _indices(unit, "turboquant")
@@ -264,7 +264,7 @@ class Format:
     _decode: Callable[[np.ndarray], np.ndarray]
 
     def block(self, dim: int) -> tuple[int, int]:
-        """(values, bytes) of a block of heads of `dim`; raises BimetalError for heads that it cannot store."""
+        """Return (values, bytes) of a block of heads of `dim`; raises BimetalError for heads that it cannot store."""
         group = self.group or group_of(dim)
         if not group or dim % group:
             raise BimetalError(
@@ -274,19 +274,19 @@ class Format:
         return group, self.scales + group * self.bits // 8
 
     def row_bytes(self, dim: int) -> int:
-        """Bytes of a vector of `dim` numbers."""
+        """Count the bytes of a vector of `dim` numbers."""
         group, size = self.block(dim)
         return dim // group * size
 
     def encode(self, x: np.ndarray) -> np.ndarray:
-        """float32 (..., dim) -> uint8 (..., row_bytes(dim)). NaN in a vector makes one of its scales NaN."""
+        """Encode float32 (..., dim) as uint8 (..., row_bytes(dim)). NaN in a vector makes one of its scales NaN."""
         size = self.row_bytes(x.shape[-1])
         with np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ignore"):
             blocks = self._encode(np.ascontiguousarray(x, np.float32))
         return blocks.reshape(*x.shape[:-1], size)
 
     def decode(self, rows: np.ndarray, dim: int) -> np.ndarray:
-        """uint8 (..., row_bytes(dim)) -> float32 (..., dim)"""
+        """Decode uint8 (..., row_bytes(dim)) to float32 (..., dim)."""
         with np.errstate(over="ignore", invalid="ignore"):
             return self._decode(_split(rows, self.block(dim)[1])).reshape(*rows.shape[:-1], dim)
 
@@ -323,7 +323,7 @@ FORMATS = {
 
 
 def to_blocks(rows: np.ndarray) -> np.ndarray:
-    """tq3_0 rows, uint8 (..., n * 50) -> lucebox's 14-byte blocks of 32 values, (..., n * 56): the norm four times."""
+    """Convert tq3_0 rows, uint8 (..., n * 50), to lucebox's blocks of 32 values, (..., n * 56): the norm four times."""
     groups = _split(rows, 50)
     norm = np.broadcast_to(groups[..., None, :2], (*groups.shape[:-1], 4, 2))
     parts = [norm, _split(groups[..., 2:34], 8), _split(groups[..., 34:], 4)]

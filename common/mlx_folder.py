@@ -233,7 +233,7 @@ def _write_shard(path: Path, outputs: Sequence[Output], advance: Advance) -> Non
 
 
 def _with_quantization(config: dict[str, Any], outputs: Sequence[Output], default: Format) -> dict[str, Any]:
-    """`config` with the table that mlx-lm reads: an entry says how a module differs, false that it is dense."""
+    """Return `config` with the table that mlx-lm reads: an entry says how a module differs, false that it is dense."""
     table: dict[str, Any] = {"group_size": default.group_size, "bits": default.bits, "mode": default.type}
     for output in outputs:
         if not output.kind:

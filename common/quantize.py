@@ -176,7 +176,7 @@ def _fp4(groups: np.ndarray, mode: str, type_: str) -> tuple[np.ndarray, np.ndar
 
 
 def to_e4m3(values: np.ndarray) -> np.ndarray:
-    """float32 of at least 0 → 8-bit floats with 4 bits of exponent, the nearest one, ties to even; at most 448."""
+    """Round float32 of at least 0 to 8-bit floats with 4 bits of exponent, ties to even; at most 448."""
     mantissa, exponent = np.frexp(np.minimum(values, np.float32(448)))
     normal = values >= 2.0**-6  # smaller ones have no exponent of their own
     codes = np.where(
@@ -236,7 +236,7 @@ def float_type(tensor: Tensor) -> str:
 
 
 def _gguf_rows(values: np.ndarray, type_: str, name: str) -> np.ndarray:
-    """float32 (rows, n) → blocks of a GGUF type, uint8 (rows, bytes)."""
+    """Encode float32 (rows, n) as blocks of a GGUF type, uint8 (rows, bytes)."""
     if type_ in FLOAT_TYPES:
         with np.errstate(over="ignore"):
             data = _stored(values, type_)

@@ -132,7 +132,7 @@ def fold_quantized(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[s
 
 
 def _settings(table: dict[str, Any], module: str) -> tuple[str, int, int]:
-    """Mode, bits and group size of a module.
+    """Return mode, bits and group size of a module.
 
     Settings that are missing, or null (as in mlx-lm's mixed recipes), take the mode's default, as in MLX.
     """

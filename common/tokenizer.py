@@ -39,7 +39,7 @@ _MAX_SPACES = 1 << 20  # in a row; the package's regular expressions give up at 
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte: 33-126, 161-172 and 174-255 are themselves, the rest U+0100 onwards."""
+    """Map bytes to GPT-2's printable characters: 33-126, 161-172 and 174-255 to themselves, others from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

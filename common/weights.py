@@ -299,7 +299,7 @@ def canonical(checkpoint: Checkpoint, stored: Stored, unseen: bool) -> Tensor:
 
 
 def dense(name: str, values: np.ndarray) -> Tensor:
-    """float values of any shape as an F32 tensor"""
+    """Return float values of any shape as an F32 tensor."""
     values = np.ascontiguousarray(values, np.float32)
     return Tensor(name, "F32", values.shape, values.view(np.uint8))
 
@@ -315,7 +315,7 @@ def rows(index: np.ndarray) -> Fix:
 
 
 def columns(start: int, count: int) -> Fix:
-    """`count` columns from `start`; refused where they begin or end inside a quantization block."""
+    """Take `count` columns from `start`; refused where they begin or end inside a quantization block."""
     return lambda tensor: take_columns(tensor, [(start, start + count)])
 
 

@@ -25,7 +25,7 @@ CONTEXTS, ROWS, PREFILLS = (128, 512, 32768), (1, 2, 4, 8, 16, 22, 32, 64), (512
 
 
 def rows(commit: str) -> list[dict[str, str]]:
-    """The baseline of one commit on one H200."""
+    """Read the baseline of one commit on one H200."""
     with (DOCS.parent / "BENCHMARKS.tsv").open(newline="") as file:
         return [r for r in csv.DictReader(file, delimiter="\t") if r["commit"] == commit and r["machine"] == H200]
 
@@ -63,7 +63,7 @@ LOSSES = {  # by name of a table: model, text, tokens of a window
 
 
 def loss_table(model: str, text: str, window: str) -> str:
-    """The losses of one model on windows of one text, widest formats first."""
+    """Tabulate the losses of one model on windows of one text, widest formats first."""
     out = [
         _row(
             "keys, values",
@@ -102,7 +102,7 @@ def loss_lines() -> list[Line]:
 
 
 def tables() -> dict[Path, dict[str, str]]:
-    """The text of each generated table, by page and name."""
+    """Return the text of each generated table, by page and name."""
     speed = [
         _row("tokens per second", *(f"decode, {c:,} tokens" for c in CONTEXTS), *(f"prefill, {n:,}" for n in PREFILLS)),
         _row("---", *["---:"] * (len(CONTEXTS) + len(PREFILLS))),
@@ -119,7 +119,7 @@ def tables() -> dict[Path, dict[str, str]]:
 
 
 def figures() -> dict[Path, str]:
-    """The SVG text of each figure."""
+    """Return the SVG text of each figure."""
     by_context = [Line(name, CONTEXTS, [rate(m, 1, c) for c in CONTEXTS]) for m, name in MODELS.items()]
     by_rows = [Line(name, ROWS, [rate(m, n, 512) for n in ROWS]) for m, name in MODELS.items()]
     found = sweep()

@@ -37,7 +37,7 @@ def open_ops(options: SyntheticBench, checkpoint: Checkpoint, backend: str) -> O
     if not options.spark:
         return package.random_ops(None, trace, start)  # type: ignore[no-any-return]
     sizes, text = hot_sizes(stacks, config.experts.count), options.expert_vram or ""
-    nbytes = sizes.share(_percent(text)) if text.endswith("%") else parse_size(text)
+    nbytes = sizes.budget_of(_percent(text)) if text.endswith("%") else parse_size(text)
     check_hot(nbytes, sizes)
     profile = trace.profile(start, layers)
     return package.random_ops(HotExperts(nbytes, config.experts.top_k, profile), trace, start)  # type: ignore[no-any-return]

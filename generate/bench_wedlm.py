@@ -78,7 +78,7 @@ def run(options: SyntheticWindowBench) -> int:
 
 
 def _steps(model: Model, state: State, count: int) -> tuple[float, float, float]:
-    """Mean seconds by phase of `count` steps, each of which waits for the one before, as in decoding."""
+    """Measure the mean seconds by phase of `count` steps, each of which waits for the one before, as in decoding."""
     ops, seconds = model.ops, [0.0] * len(PHASES)
     tokens, mask = _window(model)
     for _ in range(count):
@@ -96,7 +96,7 @@ def _steps(model: Model, state: State, count: int) -> tuple[float, float, float]
 
 
 def _queued_steps(model: Model, state: State, count: int) -> float:
-    """Mean seconds of `count` steps that a device computes one after another: the host waits for the last one."""
+    """Measure the mean seconds of `count` queued steps of the device: the host waits for the last one only."""
     tokens, mask = _window(model)
     started = time.perf_counter()
     for _ in range(count):

@@ -131,7 +131,7 @@ def figures(stats: Stats) -> str:
 
 
 def speculation_figures(stats: Stats) -> str:
-    """Acceptance of the drafted tokens, and milliseconds per step by phase."""
+    """Return the acceptance of draft tokens, and milliseconds per step by phase, in two lines."""
     accepted = stats.accepted
     assert accepted is not None
     steps = max(accepted.steps, 1)

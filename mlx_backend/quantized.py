@@ -45,7 +45,7 @@ class Blocks(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the matrix, (rows, columns), or of the matrices, (E, rows, columns)."""
+        """Return the shape of the matrix, (rows, columns), or of the matrices, (E, rows, columns)."""
         return *self.words.shape[:-1], self.halves.shape[-1] // len(HALVES[self.type]) * BLOCKS[self.type].elements
 
     def take(self, rows: mx.array | slice) -> "Blocks":

@@ -23,6 +23,7 @@ OPENING = re.compile(  # words with which a docstring begins neither with a verb
     r"|up|what|whatever|when|where|whether|which|who|whoever|with)\b",
     re.IGNORECASE,
 )
+ARTICLE = re.compile(r"(the|an?)\b", re.IGNORECASE)  # with which the docstring of a class may begin, a type
 CODE = "common", "generate", "mlx_backend", "cuda_backend", "bimetal", "docs"  # folders whose docstrings are checked
 SUFFIXES = {".py", ".md", ".cu", ".cuh", ".metal", ".h", ".cpp", ".html", ".js", ".ipynb", ".tsv", ".toml", ".yml"}
 SKIPPED = {"build", "dist", "__pycache__", "node_modules"}  # folders, like those whose names begin with a dot
@@ -64,13 +65,17 @@ def clauses(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        if found := OPENING.match(ast.get_docstring(node) or ""):
+        text = ast.get_docstring(node) or ""
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if found := OPENING.match(text) or (ARTICLE.match(text) if is_function else None):
             yield getattr(node, "lineno", 1), found[0]
 
 
 def test_docstrings_begin_with_a_verb_or_a_type():
     assert list(clauses('def f():\n    """What f does."""')) == [(1, "What")]
     assert list(clauses('"""How a file begins."""')) == [(1, "How")]
+    assert list(clauses('def f():\n    """The sum."""')) == [(1, "The")]
+    assert list(clauses('class A:\n    """A sum."""')) == []
     paths = [path for folder in CODE for path in (ROOT / folder).rglob("*.py")]
     assert len(paths) > 200
     found = {path.relative_to(ROOT).as_posix(): list(clauses(path.read_text())) for path in paths}

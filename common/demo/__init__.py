@@ -16,7 +16,7 @@ def is_demo(name: str) -> bool:
 
 
 def block_beside(model: Path) -> Path | None:
-    """The multi-token-prediction block of a target of the package, in a file of its own; None for other files."""
+    """Return the file of the multi-token-prediction block for `model`, a file of the package; None for other files."""
     is_target = model.name.startswith("demo-qwen35-Q") and model.resolve().parent == FOLDER.resolve()
     return FOLDER / BLOCK if is_target else None
 

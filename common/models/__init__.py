@@ -211,7 +211,7 @@ class Model:
 
     @cached_property
     def prompt_rows(self) -> int:
-        """Number of which the rows of each long step should be a multiple, so that few sizes of steps occur."""
+        """Return the number of which the rows of long steps should be multiples, so that few sizes of steps occur."""
         return self.ops.prompt_rows(self.state_spec) if self.repeats else 1
 
     def _logits(self, state: State, step: Step, rows: slice) -> Array:

@@ -125,7 +125,7 @@ class Pair(Model):
 
     @property
     def shares_passes(self) -> bool:
-        """True if a pass may have rows of several sequences."""
+        """Test whether a pass may have rows of several sequences."""
         return True
 
     @property

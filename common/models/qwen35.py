@@ -271,7 +271,7 @@ def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, row
 
 
 def mixed(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: Array) -> Array:
-    """x (T, hidden) and what the layer's mixer adds to it; a layer after the model's own attends."""
+    """Add to x (T, hidden) what the layer's mixer computes; a layer after the model's own attends."""
     is_attention = layer >= len(c.is_attention) or c.is_attention[layer]
     mixer = attention if is_attention else gated_deltanet
     y = mixer(ops, c, w, state[layer], step, ops.rms_norm(x, w.mixer_norm, c.eps))

@@ -69,7 +69,7 @@ class Facts:
 
     @cached_property
     def spills(self) -> dict[bytes, list[int]]:
-        """`spilling` of the tag that closes reasoning; found in the thread that prepares the first such request."""
+        """Return `spilling` of the tag that closes reasoning, found in the thread that first needs it."""
         return spilling(self.tokenizer, END_THINK)
 
     @property

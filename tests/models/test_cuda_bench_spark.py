@@ -44,7 +44,7 @@ def test_steps_follow_the_trace(small, trace):
     checkpoint = synthetic_checkpoint(f"{NAME}:q4_k_m")
     definition = architecture(checkpoint)[1]
     stacks = predict_stacks(checkpoint, definition.layout(definition.read_config(checkpoint), checkpoint), RandomOps())
-    budget = hot_sizes(stacks, EXPERTS).share(0.9)
+    budget = hot_sizes(stacks, EXPERTS).budget_of(0.9)
     uniform = Profile(np.ones((LAYERS + 1, EXPERTS), np.int64), USED)
     ops = RandomOps(HotExperts(budget, USED, uniform), trace, 60)
     model = synthetic(f"{NAME}:q4_k_m", ops)
