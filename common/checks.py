@@ -25,7 +25,7 @@ def check_tokens(tokens: Any, vocab: int) -> list[int]:
     check_not_empty(tokens)
     for token in tokens:
         if isinstance(token, Mapping):
-            raise UsageError("the prompt is a list of messages; calls whose names have chat take these")
+            raise UsageError("the prompt is a list of messages; chat and stream_chat take messages")
         if isinstance(token, str):
             raise UsageError(f"the prompt has the text {shown(token)} among token ids; it must be text or token ids")
         if not isinstance(token, int | np.integer) or isinstance(token, bool):

@@ -1,4 +1,4 @@
-"""Run speculative steps for sequences that each ask for a DraftStretch, with no request of a decoder per step."""
+"""Run speculative steps of sequences that each request a DraftStretch: one request of a decoder for many steps."""
 
 import time
 from collections.abc import Callable, Generator
@@ -192,7 +192,7 @@ class _Accepted:
         try:
             for node, token in zip(self.path, self.tokens, strict=True):
                 if not sampler.is_argmax:
-                    sampler.numbers(1)  # which the token was drawn with
+                    sampler.numbers(1)  # take the number with which the token was drawn
                 if not sequence.take(token, logits[node : node + 1] if sequence.with_rows else None):
                     return False
             return True
@@ -202,7 +202,11 @@ class _Accepted:
 
 
 def _accepted(sequence: Sequence, stretch: DraftStretch, drafted: Tree | Handle, chosen: np.ndarray) -> _Accepted:
-    """Return the path of a tree, or of a chain's tokens, on which the model's tokens `chosen` after each row stay."""
+    """Return the path of draft tokens that the model accepts.
+
+    drafted  a tree, or the tokens of a chain
+    chosen   the model's token after each row
+    """
     after, path = chosen.tolist(), [0]
     if isinstance(drafted, Tree):
         while (child := drafted.nodes.get((path[-1], after[path[-1]]))) is not None:
@@ -216,7 +220,7 @@ def _accepted(sequence: Sequence, stretch: DraftStretch, drafted: Tree | Handle,
 
 
 def _longest_chain(run: DecoderRun) -> int:
-    """Return the largest number of draft tokens that may be a chain which the host does not read; 0: none."""
+    """Return the most draft tokens of a chain that is verified before the host reads it; 0: there is no such chain."""
     if not run.sampler.is_argmax or run.options.kind not in ("chain", "tree"):
         return 0
     if run.options.kind == "chain":
@@ -225,7 +229,7 @@ def _longest_chain(run: DecoderRun) -> int:
 
 
 def _rows_of(stretch: DraftStretch, tree: Tree) -> Rows:
-    """Return the request for the rows of a tree, of each of which a token is chosen."""
+    """Return the request for the rows of a tree; a token is chosen after each row."""
     sampler, length = stretch.run.sampler, stretch.run.state.length
     step = Step.tree(np.array(tree.tokens, np.int32), tree.parents, length)
     return Rows(step, sampler if sampler.is_argmax else Ahead(sampler, step.positions - length))

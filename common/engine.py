@@ -43,8 +43,10 @@ AnyStretches = Stretches | DraftStretches
 class Engine:
     """A loaded model and the sequences that run on it.
 
+    context           context length: maximum tokens of a sequence
     parallel          maximum number of sequences that run at once, each in its own slot
     attention_window  maximum number of positions that decoding attends to; None: all. Changes the text
+    queue             maximum number of sequences that wait
     prefixes          a store of states outside the slots
     tokens            maximum tokens of all sequences together, if they share a pool; None: `parallel` full contexts
 
@@ -194,11 +196,11 @@ class Engine:
         for each in sequences:
             try:
                 each.take_kept()
-            except Exception as error:  # of the caller's own function
+            except Exception as error:  # raised by the caller's function
                 self._end(each, error)
 
     def _decline_drafts(self) -> None:
-        """Let sequences request the parts of their speculative steps, unless one step serves all that decode."""
+        """Have each sequence request the parts of its speculative steps, unless all that decode can share one step."""
         drafting = [each for each in self.running if type(each.request) is DraftStretch]
         if not drafting:
             return
@@ -301,19 +303,19 @@ class Engine:
         if error is None:
             try:
                 sequence.finish()
-            except Exception as raised:  # of the caller's own functions
+            except Exception as raised:  # raised by the caller's functions
                 error = raised
         try:
             sequence.call.ended(error)
             if error is None:
                 self._offer(sequence)
-        except Exception:  # of nobody's call, since this one has ended
+        except Exception:  # no call is left to end with it
             print_exc()
 
     def _offer(self, sequence: Sequence) -> None:
         """Offer the state at a reply's end to the prefix cache.
 
-        With `attention_window` it is not offered: its rows differ from the rows of the same tokens read as a prompt.
+        With `attention_window` no state is offered, because its rows differ from those of a prompt of the same tokens.
         """
         slot, same_bits = sequence.slot, self.target.decoding is self.model
         if self.prefixes is not None and slot is not None and sequence.decoder is not None and same_bits:
@@ -392,9 +394,9 @@ class Engine:
             self._advance(each, None)
 
     def _share_rows(self) -> None:
-        """Divide the rows of a step among the sequences that draft, by a limit of the draft tokens of each.
+        """Divide the rows of a step among the sequences that draft: set the most draft tokens of each.
 
-        While several steps of prompts, or parts of one, are to be read, no sequence runs ahead.
+        While more than one step of a prompt, or part of such a step, is left to compute, no sequence runs ahead.
         """
         runs = [each.run for each in self.running if each.run is not None]
         reading = [each for each in self.running if each.run is None]
@@ -453,7 +455,10 @@ class Engine:
         return self._run(chosen, run)
 
     def _stretches_of(self, chosen: list[Sequence]) -> AnyStretches | None:
-        """Return the stretches of sequences that all ask for one; None, and end their others, if not all do."""
+        """Return the stretches in which the sequences run, new ones if needed.
+
+        If they do not all request a stretch of the same kind, end their stretches and return None.
+        """
         for each in self._stretches:
             if each.sequences == chosen:
                 return each
@@ -484,7 +489,7 @@ class Engine:
         return None
 
     def _finish_launched(self, except_last: int = 0) -> None:
-        """Send answers to the sequences of launched steps, except of the last `except_last` steps."""
+        """Send the answers of launched steps to their sequences, but not those of the last `except_last` steps."""
         while len(self._launched) > except_last:
             self._hand_out(self._launched.popleft())
 
@@ -561,7 +566,7 @@ class Engine:
         failed = BimetalError(f"the {self.model.ops.name} backend failed, and all replies in progress ended: {error}")
         failed.__cause__ = error
         self._launched.clear()
-        clear_frames(error.__traceback__)  # which hold what the backend's memory is full of
+        clear_frames(error.__traceback__)  # whose variables hold memory of the backend
         self._take_kept(tuple(self.running))
         for sequence in (*self.running, *self.suspended) or tuple(self.waiting):
             self._end(sequence, failed)

@@ -27,7 +27,7 @@ class JoinedStep(Step):
 
     @classmethod
     def of(cls, parts: Sequence[Step], tokens: Any, slots: Sequence[int] | None = None) -> "JoinedStep":
-        """Join steps, all of them blocks or none; `tokens` are theirs in that order.
+        """Join steps, all of them blocks or none; `tokens` are the tokens of all steps, in order.
 
         slots  of each; None: 0, 1, 2, ...
         """
@@ -111,7 +111,7 @@ class JoinedState:
     layer_counts  for each state the number of its layers that a step computes; later layers, a draft's, do not change
     """
 
-    length = 0  # of no one sequence: steps of few rows are computed alike at any length
+    length = 0  # unused: each sequence has its own, and steps of few rows are computed alike at any length
 
     def __init__(self, states: Sequence[State], layer_counts: Sequence[int]):
         self.states, self.layer_counts = states, layer_counts

@@ -10,7 +10,7 @@ from common.kv_formats import FORMATS
 from common.options import CacheChoice
 from common.storage import NATIVE, KVSpec, LatentSpec, LayerSpec, Packing, Plane, RowSpec, Spec, all_specs, grows
 
-WHOLE = 8  # bits from which keys take no rotation, no calibration and no exact rows
+PLAIN_BITS = 8  # formats of at least so many bits need no rotation, no calibration and no exact rows
 CALIBRATION = 512  # tokens whose keys and queries calibrate the later keys
 SINKS, RECENT = 4, 128  # tokens that are read exactly below 8 bits: docs/kv-cache.md measures them
 BOUNDARY = "q8_0"  # the format of boundary layers where the chosen one is narrower
@@ -104,7 +104,7 @@ def packed(spec: Sequence[LayerSpec], options: CacheOptions) -> list[LayerSpec]:
 
 def _widened(options: CacheOptions) -> CacheOptions:
     """Widen keys and values to at least 8 bits."""
-    keys, values = (BOUNDARY if bits_of(f) < WHOLE else f for f in (options.keys, options.values))
+    keys, values = (BOUNDARY if bits_of(f) < PLAIN_BITS else f for f in (options.keys, options.values))
     return replace(options, keys=keys, values=values)
 
 
@@ -125,8 +125,8 @@ def _packed_latents(s: LatentSpec, options: CacheOptions) -> LatentSpec:
 
 def _packed_kv(s: KVSpec, options: CacheOptions) -> KVSpec:
     keys, values = options.keys, options.values
-    coded = bits_of(keys) < WHOLE
-    keeps = coded or bits_of(values) < WHOLE
+    coded = bits_of(keys) < PLAIN_BITS
+    keeps = coded or bits_of(values) < PLAIN_BITS
     packing = Packing(
         rotate_keys=keys != NATIVE and _rotates_keys(options, keys),
         rotate_values=values != NATIVE and _either(options.rotate_values, not FORMATS[values].group),
@@ -141,7 +141,7 @@ PACK: Mapping[type[Spec], Callable[[Any, CacheOptions], Spec]] = {KVSpec: _packe
 
 
 def _rotates_keys(options: CacheOptions, keys: str) -> bool:
-    return _either(options.rotate_keys, bits_of(keys) < WHOLE)
+    return _either(options.rotate_keys, bits_of(keys) < PLAIN_BITS)
 
 
 def _value_format(values: str) -> str:
@@ -153,7 +153,7 @@ def _within_window(s: KVSpec) -> KVSpec:
     if s.window is None:
         return s
     rotations = Packing(rotate_keys=s.packing.rotate_keys, rotate_values=s.packing.rotate_values)
-    return replace(s, key_format=BOUNDARY if bits_of(s.key_format) < WHOLE else s.key_format, packing=rotations)
+    return replace(s, key_format=BOUNDARY if bits_of(s.key_format) < PLAIN_BITS else s.key_format, packing=rotations)
 
 
 def with_window(s: KVSpec, window: int, sinks: int) -> KVSpec:
@@ -194,7 +194,7 @@ def _rotations(plane: Plane) -> str:
 
 
 def check_pairs(spec: Sequence[LayerSpec], backend: str, pairs: frozenset[tuple[str, str]]) -> None:
-    """Refuse formats that the backend has no kernel for, and heads that a format cannot store; BimetalError."""
+    """Refuse formats that the backend does not support, and heads that a format cannot store: BimetalError."""
     for s in filter(grows, all_specs(spec)):
         pair = s.formats
         if pair != (NATIVE, NATIVE) and pair not in pairs:

@@ -44,9 +44,9 @@ class Options:
 class Sampling(Options):
     """Options that draw a token from a row of logits; the defaults are greedy decoding without penalties."""
 
-    temperature: float = option(0.0, rules.AT_LEAST_0, "divides the logits; 0 takes the likeliest token (greedy)")
-    top_p: float = option(1.0, rules.SHARE, "keep the likeliest tokens that hold this share of the probability")
-    top_k: int = option(0, rules.whole(0), "keep this many of the likeliest tokens; 0 keeps all")
+    temperature: float = option(0.0, rules.AT_LEAST_0, "divides the logits; 0 takes the most probable token (greedy)")
+    top_p: float = option(1.0, rules.SHARE, "keep the most probable tokens that hold this share of the probability")
+    top_k: int = option(0, rules.whole(0), "keep this many of the most probable tokens; 0 keeps all")
     min_p: float = option(0.0, rules.LEAST_SHARE, "keep tokens of at least this share of the best probability")
     repetition_penalty: float = option(
         1.0, rules.POSITIVE, "divides the logits of tokens seen in prompt or reply (Keskar et al., arXiv 1909.05858)"
@@ -57,7 +57,7 @@ class Sampling(Options):
         None, rules.BIAS, "added to the logits of tokens, by token id, after the penalties"
     )
     guide: "Callable[[], Guide] | None" = option(  # noqa: RUF009
-        None, rules.CALLBACK, "makes what allows the tokens of one reply, after the bias (common/guide.py)"
+        None, rules.CALLBACK, "makes the guide that restricts the tokens of one reply, after the bias (common/guide.py)"
     )
     reweigh: "Callable[[np.ndarray], np.ndarray] | None" = option(  # noqa: RUF009
         None,
@@ -101,7 +101,7 @@ class GenerationOptions(Sampling):
         "draft tokens to verify per step; None: chosen from measurements while decoding",
     )
     tree_topk: int = option(8, rules.whole(1), "candidates that a tree considers at each position")
-    chain_seed: bool = option(False, rules.FLAG, "begin each tree with the draft's likeliest block")
+    chain_seed: bool = option(False, rules.FLAG, "begin each tree with the draft's most probable chain")
     wedlm_preset: str | None = option(
         None,
         rules.one_of(*PRESETS),
@@ -305,7 +305,7 @@ class PrefixChoice(Options):
         None, rules.PATH, "a folder for such states, which outlive the process; None: none"
     )
     cache_disk: int | str | None = option(
-        None, rules.AMOUNT, "most bytes of all files in cache_dir, or such as '20GB', which None is"
+        None, rules.AMOUNT, "most bytes of all files in cache_dir, in bytes or such as '20GB'. None: 20GB"
     )
 
     def __post_init__(self) -> None:
@@ -363,8 +363,8 @@ class LoadOptions(CacheChoice, ExpertChoice, PrefixChoice):
     tensor_parallel: int | None = option(
         None,
         rules.whole(2),
-        "how many share every layer of the model: GPUs, which devices name, or processes, which torchrun starts on "
-        "NVIDIA GPUs, and mlx.launch on Macs; None: each has layers of its own",
+        "number of GPUs (named by devices) or of processes (started by torchrun on NVIDIA GPUs, by mlx.launch on Macs) "
+        "that share every layer of the model; None: each has layers of its own",
     )
     parallel: int | None = option(
         None,

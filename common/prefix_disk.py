@@ -304,7 +304,7 @@ class PrefixDisk:
             self._touch(key)
 
     def _make_room(self, need: int, base: str) -> bool:
-        """Delete the oldest files, but none that `base` continues, until `need` more bytes fit; return whether so."""
+        """Delete the oldest files, but none that `base` continues, until `need` bytes fit; return whether they fit."""
         fixed = set[Path]()
         while known := self.known.get(base):
             fixed.add(self._path(base))

@@ -61,7 +61,7 @@ class RowRunner:
     def single_rows(self, states: list[State], choice: Choice) -> Callable[[Any, np.ndarray], Chosen]:
         """Return a function of tokens and positions, (n,) int32, which computes a row of each state.
 
-        The draft's rows may be left out.
+        It may leave out the draft's rows.
         """
         pool, target = cast(Any, states[0].pool), self.target
         if len(states) == 1:
@@ -304,7 +304,10 @@ def _answer(
     chosen: "Handle | Exception | None",
     filled: "tuple[Handle, ...] | None",
 ) -> Computed | Exception:
-    """Return the answer of one sequence; `filled`: what its masks predict, where that was found for several at once."""
+    """Return the answer of one sequence.
+
+    filled  predictions for its masks, if they were computed for several sequences at once
+    """
     if isinstance(chosen, Exception):
         return chosen
     if rows.mask is None or filled is not None:

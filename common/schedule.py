@@ -100,7 +100,7 @@ class Schedule:
         return begun
 
     def reader(self, running: Collection[T]) -> T | None:
-        """Return the sequence whose prompt is read next, or None where it is decoding's turn."""
+        """Return the sequence whose prompt is read next; None if a step of decoding is next."""
         readers = [item for item in running if item.reads]
         if not readers or (self.owed > 0 and any(not item.reads for item in running)):
             return None

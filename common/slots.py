@@ -19,7 +19,7 @@ class Slots:
 
     def __init__(self, model: Model, context: int, parallel: int, tokens: int | None = None):
         self.model, self.context, self.parallel, self.tokens = model, context, parallel, tokens
-        self._taken = 0  # slots so far
+        self._taken = 0  # how often a slot was taken
         self.pool = self._new_pool()
         self.slots = [Slot(model, context, self.pool)]
 
@@ -81,7 +81,7 @@ class Slots:
         if slot is None and idle:
             may_add = len(self.slots) < self.parallel and self._fits(tokens, None, running, [])
             slot = None if may_add else idle[0]
-        if running or self.pool is not None:  # one alone needs what idle slots hold of a pool
+        if running or self.pool is not None:  # of a pool, even a sequence alone may need the memory of idle slots
             others = [each for each in idle if each is not slot]
             if not self._fits(tokens, slot, running, others) and running:
                 return None
@@ -122,7 +122,7 @@ class Slots:
         assert self.pool is not None
         needed = tokens - (slot.state.length if slot is not None else 0)
         needed += sum(max(0, most - other.state.length) for other, most in running)
-        held = [each for each in idle if each.tokens]  # a first step that was not committed has taken memory too
+        held = [each for each in idle if each.tokens]  # also if no step was committed: a first step takes memory
         while (free := self.pool.free_tokens) is not None and needed > free:
             if not held:
                 return False

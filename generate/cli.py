@@ -98,8 +98,8 @@ def _finish_text(args: argparse.Namespace) -> None:
         raise UsageError("--prompt and --file exclude each other; either gives the prompt")
     for flag, is_given, why in (
         ("--chat", args.chat, "a chat needs the model's template"),
-        ("--think", args.think is not None, "thinking is a matter of the model's template"),
-        ("--parse-special", args.parse_special, "control tokens of a raw prompt always count"),
+        ("--think", args.think is not None, "only the model's template turns thinking on and off"),
+        ("--parse-special", args.parse_special, "control tokens in a raw prompt are always read as such"),
         ("--system", args.system is not None, "a system prompt needs the model's template"),
     ):
         if is_given and (args.raw or args.suffix is not None):

@@ -34,8 +34,8 @@ from generate.loading import resolve_draft
 from generate.spark import hot_budget
 
 CONTEXTS = (4096, 32768)  # and what the model was trained for
-ON_TOP = "the interpreter and its libraries, some 0.1 GiB, come on top"
-ON_TOP_OF_CUDA = "CUDA's context and libraries come on top"
+UNCOUNTED = "not counted: the interpreter and its libraries, about 0.1 GiB"
+UNCOUNTED_ON_CUDA = "not counted: CUDA's context and libraries"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(
         f"{args.model} on {candidates[0].backend}: {_size(limit)}, {limit_from}; "
-        f"{ON_TOP_OF_CUDA if candidates[0].backend == 'cuda' else ON_TOP}"
+        f"{UNCOUNTED_ON_CUDA if candidates[0].backend == 'cuda' else UNCOUNTED}"
     )
     _table(candidates, needs, formats, limit, best)
     for label, why in refusals.items():

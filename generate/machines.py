@@ -120,6 +120,7 @@ def _how(ranks: int, count: int, launched: Launch | None) -> str:
     if rank() is not None:
         return f"machine; mlx.launch has started {count}"
     return (
-        f"machine, or {ranks} devices, NVIDIA GPUs of one machine; start them by mlx.launch -n {ranks} -- python -m "
-        f"generate ..., or on NVIDIA GPUs by torchrun --nproc-per-node {ranks} --no-python python -m generate ..."
+        f"machine, or {ranks} devices, NVIDIA GPUs of one machine; start processes by mlx.launch -n {ranks} -- "
+        f"python -m generate ..., or on NVIDIA GPUs by "
+        f"torchrun --nproc-per-node {ranks} --no-python python -m generate ..."
     )

@@ -70,9 +70,9 @@ def check_template(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     elif args.command == "chat":
         raise UsageError(f"{args.model} has no chat template; use --prompt, which continues a text")
     elif args.system is not None:
-        raise UsageError(f"{args.model} has no chat template, so --system has no place to go")
+        raise UsageError(f"{args.model} has no chat template, so --system cannot be used")
     elif args.think is not None:
-        raise UsageError(f"{args.model} has no chat template, so it cannot be told to think or not")
+        raise UsageError(f"{args.model} has no chat template, so --think and --no-think cannot be used")
 
 
 def system_message(text: str | None) -> list[dict[str, Any]]:

@@ -391,7 +391,7 @@ def test_messages_are_a_list(llm, entry, messages):
         ([1.5], "the prompt has a token id 1.5; it must be a whole number"),
         ([True], "the prompt has a token id True"),
         ([5, "a"], "the prompt has the text 'a' among token ids"),
-        (MESSAGES, "the prompt is a list of messages; calls whose names have chat take these"),
+        (MESSAGES, "the prompt is a list of messages; chat and stream_chat take messages"),
         (np.array([[1, 2]]), r"the prompt has a token id \[1, 2\]"),
         (b"hello", "the prompt is b'hello'; it must be text or a sequence of token ids"),
         (None, "the prompt is None; it must be text"),

@@ -657,8 +657,8 @@ THINKS = TEMPLATE + "{% if false %}<think>{% endif %}"
     ("template", "argv", "code", "message"),
     [
         (None, ["--chat"], 2, "has no chat template; use --prompt"),
-        (None, ["-p", "x", "--system", "y"], 2, "has no chat template, so --system has no place to go"),
-        (None, ["-p", "x", "--no-think"], 2, "has no chat template, so it cannot be told to think or not"),
+        (None, ["-p", "x", "--system", "y"], 2, "has no chat template, so --system cannot be used"),
+        (None, ["-p", "x", "--no-think"], 2, "has no chat template, so --think and --no-think cannot be used"),
         (TEMPLATE, ["-p", "x", "--think"], 2, "the model's chat template cannot turn thinking on"),
         (TEMPLATE, ["--chat", "--think"], 2, "the model's chat template cannot turn thinking on"),
         (THINKS, ["-p", "x", "--no-think"], 2, "the model's chat template cannot turn thinking off"),

@@ -253,7 +253,7 @@ def _step(
             else:
                 token = best[node]
                 if not sampler.is_argmax:
-                    sampler.numbers(1)  # which it was drawn with
+                    sampler.numbers(1)  # take the number with which the token was drawn
             sampler.accept(token)
             tokens.append(token)
             yield Emit(token, row)

@@ -6,18 +6,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 SECONDS_MEMORY, LENGTH_MEMORY = 32, 16  # steps over which the running means average
-FIRST = 3  # first steps of a size, of which only the fastest counts, where others may compile without being counted
-FIRST_RECORDED = 2  # where steps that compile are not recorded: the first replay of a captured step takes longer
+FIRST = 3  # steps of a size that count as one, with the time of the fastest, because the others may compile kernels
+FIRST_RECORDED = 2  # the same if steps that compile are ignored: the first replay of a graph still takes longer
 LENGTHS, FEW_LENGTHS = 6, 2  # steps of a size whose lengths are known before the size is compared with others
 DOUBT = 2  # tokens by which the mean of few lengths may be too small
-PROMISING = 0.6  # share of plain decoding's rate above which a prospect, by so few lengths, is measured
-GAP = 2  # steps after plain steps, which the draft's context lacks, whose lengths are not counted
+PROMISING = 0.6  # a budget is measured if its estimated rate is above this share of plain decoding's rate
+GAP = 2  # steps after plain steps whose lengths are not counted: the draft's context lacks the plain steps
 OUTLIER = 3  # times the mean: limit of a step's time
 TRIALS = {True: 6, False: 4}  # steps of a trial: of plain decoding (True), of a budget (False)
 SHARES = {True: 0.005, False: 0.01}  # of the time of such steps, at most, that trials may lose
 SAVED = 32  # maximum time saved for trials, in plain steps, unless the next trial needs more
 STRETCH = 32  # plain steps between two choices while plain decoding is best, because a choice takes host time
-PATIENCE = 2  # time saved before a trial within a reply, in costs of it, because the draft's context may have gaps
+PATIENCE = 2  # multiple of a trial's cost saved before a trial within a reply: the draft's context may have gaps
 DISTURBED = 16  # consecutive steps whose times are ignored, because other work took time as well
 
 
@@ -55,7 +55,7 @@ class Tuner:
         self.saved = 0.0  # seconds that trials may lose
         self.trial: deque[int] = deque()  # sizes of the steps to come
         self.trials = 0
-        self.gap = 0  # steps to come whose lengths count for nothing
+        self.gap = 0  # steps to come whose lengths are not counted
         self.begins = True  # a reply, before which the prompt filled the draft's context
         self.settled = False  # was the last choice the best size, and not a trial?
 
@@ -110,7 +110,7 @@ class Tuner:
     def _prospect(self, size: int, known: int) -> float:
         """Estimate the tokens per second of a size from the steps of a smaller one, `known`, as an upper bound.
 
-        A step is taken to be as long, and each draft token to be accepted as often after those before it.
+        This assumes that the steps take equal time, and that each draft token is accepted with the same probability.
         """
         low, high = 0.0, 1.0
         for _ in range(20):  # the share of accepted tokens with which a chain of `known` has its length
@@ -120,9 +120,9 @@ class Tuner:
         return sum(low**i for i in range(size + 1)) / max(self.seconds[known].value, 1e-9)
 
     def _is_measured(self, size: int) -> bool:
-        """Test whether a step of `size` was timed, and enough were counted whose draft had the tokens before them.
+        """Test whether a step of `size` was timed, and the lengths of enough steps were counted.
 
-        Few are enough while the time of plain decoding is not known, and where more tokens per step would not pay.
+        Few lengths are enough while the time of plain decoding is unknown, and if more tokens per step would not pay.
         """
         seconds, lengths = self.seconds[size], self.lengths[size]
         if size == 0 or not seconds.count or lengths.count >= LENGTHS:
@@ -165,7 +165,7 @@ class Tuner:
     def add_length(self, size: int, path: Sequence[int], gap: int, weight: float = 1.0) -> int:
         """Record the tokens that a step accepted, as `record` does; return the gap after it.
 
-        gap     steps to come of the reply whose lengths count for nothing
+        gap     steps to come of the reply whose lengths are not counted
         weight  of the length: 1 for one reply, less for one of several whose rows are computed in one step
         """
         for smaller in self.sizes if size == 0 or gap == 0 else ():
@@ -186,7 +186,7 @@ class Tuner:
 class SharedTuner:
     """A tuner whose choices several replies take together, since their rows are computed in one step.
 
-    A reply that drafted beside one that decodes plainly would keep that one waiting for the draft.
+    If one reply drafted while another decoded plainly, the other would wait for the draft.
 
     disturbances  counts the steps of prompts and the compiled kernels so far, during which other steps take longer
 
@@ -225,7 +225,7 @@ class TunerShare:
     def __init__(self, shared: SharedTuner):
         self.shared, self.tuner, self.sizes = shared, shared.tuner, shared.tuner.sizes
         self.choice_seen, self.gap = max(shared.number - 1, 0), 0
-        self.seen, self.quiet = shared.disturbances(), True  # the prompt's token is read before a step is timed
+        self.seen, self.quiet = shared.disturbances(), True  # quiet: the first step is timed after the prompt's token
         shared.users.add(self)
 
     def leave(self) -> None:

@@ -142,7 +142,7 @@ class _Window:
         at, self.next = self.next, self.next + 1
         token, sampler = self.tokens[at - self.base], run.sampler
         if not sampler.is_argmax:
-            sampler.numbers(1)  # take the number with which it was drawn
+            sampler.numbers(1)  # take the number with which the token was drawn
         sampler.accept(token)
         run.wedlm.tokens += 1
         logits, row = self.logits.pop(at)
@@ -184,7 +184,7 @@ def decode_windows(run: DecoderRun) -> Generator[Request, Any, None]:
     generator is closed, the state holds a prefix of prompt and reply.
     """
     state, options, stats, mask = run.state, run.options.wedlm, run.wedlm, mask_id(run.model)
-    runs_ahead = run.model.ops.runs_ahead and not options.checks  # which reads a step before more is known to be final
+    runs_ahead = run.model.ops.runs_ahead and not options.checks  # with `sure`, what is final is known after a step
     window, unread = (yield from _opened(run)), len(run.unread)
     first = window.next  # position of the reply
     logits, token = run.logits, None
@@ -328,8 +328,8 @@ def _fill_checked(
 ) -> Generator[Request, Any, None]:
     """Fill the first mask, and those that the options choose, which are doubtful where the model was not sure.
 
-    following  the likeliest token after the leading run, which the first mask takes unless its own row is sure. Where
-               they differ, the other rows counted on another token, and all are doubtful.
+    following  the most probable token after the leading run, which the first mask takes unless its own row is sure.
+               If they differ, all other fills are doubtful, because their rows expected another token.
     """
     options, positions, first = run.options.wedlm, np.asarray(masks), len(done.logits) - len(masks)
     best, entropies = yield Read(done.masked)

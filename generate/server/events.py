@@ -215,8 +215,8 @@ class Call:
 
 
 @dataclass
-class Stretch:
-    """Adjacent text or reasoning.
+class TextPart:
+    """A part of a reply that is text or reasoning.
 
     kind  "text" or "reasoning"
     """
@@ -237,32 +237,32 @@ class Whole:
     prompt: Sequence[int] = ()
     tokens: list[int] = field(default_factory=list)
     echo: Echo | None = None
-    parts: list[Stretch | Call] = field(default_factory=list)
+    parts: list[TextPart | Call] = field(default_factory=list)
     finish: Finish = field(default_factory=lambda: Finish("stop", Usage()))
 
     @property
     def text(self) -> str:
-        return "".join(part.text for part in self._stretches() if part.kind == "text")
+        return "".join(part.text for part in self._text_parts() if part.kind == "text")
 
     @property
     def reasoning(self) -> str:
-        return "".join(part.text for part in self._stretches() if part.kind == "reasoning")
+        return "".join(part.text for part in self._text_parts() if part.kind == "reasoning")
 
     @property
     def logprobs(self) -> list[Logprob]:
-        return [one for part in self._stretches() for one in part.logprobs]
+        return [one for part in self._text_parts() for one in part.logprobs]
 
     @property
     def calls(self) -> list[Call]:
         return [part for part in self.parts if isinstance(part, Call)]
 
-    def _stretches(self) -> Iterator[Stretch]:
-        return (part for part in self.parts if isinstance(part, Stretch))
+    def _text_parts(self) -> Iterator[TextPart]:
+        return (part for part in self.parts if isinstance(part, TextPart))
 
     def _grow(self, kind: str, text: str, logprobs: Sequence[Logprob]) -> None:
         last = self.parts[-1] if self.parts else None
-        if not isinstance(last, Stretch) or last.kind != kind:
-            last = Stretch(kind)
+        if not isinstance(last, TextPart) or last.kind != kind:
+            last = TextPart(kind)
             self.parts.append(last)
         last.text += text
         last.logprobs += logprobs

@@ -20,8 +20,8 @@ from generate.server.events import (
     Failed,
     Finish,
     Reasoning,
-    Stretch,
     Text,
+    TextPart,
     Usage,
     Whole,
 )
@@ -309,12 +309,12 @@ def tool_id(id: str) -> str:
     return f"toolu_{id.removeprefix('call_')}"
 
 
-def is_shown(head: Head, part: Stretch) -> bool:
+def is_shown(head: Head, part: TextPart) -> bool:
     """Test whether a whole reply has a block of a part."""
     return bool(part.text) and (head.thoughts or part.kind == "text")
 
 
-def part_block(part: Stretch | Call) -> dict[str, Any]:
+def part_block(part: TextPart | Call) -> dict[str, Any]:
     """Return the block of a part of a whole reply."""
     if isinstance(part, Call):
         return {"type": "tool_use", "id": tool_id(part.id), "name": part.name, "input": json.loads(part.arguments)}

@@ -20,8 +20,8 @@ from generate.server.events import (
     Failed,
     Finish,
     Reasoning,
-    Stretch,
     Text,
+    TextPart,
     Usage,
     Whole,
 )
@@ -359,7 +359,7 @@ def keep(head: Head, body: dict[str, Any], reply: Whole) -> None:
         head.store.put(head.id, Stored(body, messages, len(dumps([body, messages]))))
 
 
-def whole_item(head: Head, part: Stretch | Call) -> Item:
+def whole_item(head: Head, part: TextPart | Call) -> Item:
     """Return the output item of a part of a whole reply."""
     if isinstance(part, Call):
         kind, prefix = call_kind(head, part.name)
@@ -375,10 +375,10 @@ def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
     reply = replies[0]
     parts = [part for part in reply.parts if isinstance(part, Call) or part.text]
     if lacks_message(reply):
-        parts.append(Stretch("text"))
+        parts.append(TextPart("text"))
     status, more = ended(reply.finish)
     items = [item_object(head, whole_item(head, part), "completed") for part in parts]
-    if isinstance(parts[-1], Stretch):
+    if isinstance(parts[-1], TextPart):
         items[-1]["status"] = status_of_last(reply.finish)
     body = response_object(head, status, items, usage=usage_object(reply.finish.usage), **more)
     keep(head, body, reply)
