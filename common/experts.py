@@ -192,7 +192,9 @@ class Residency:
             load = self._allot(pool, key, None if pool.free else self._victim(pool))
             if load is None:
                 self._drop(loads, keys)
-                raise BimetalError(f"layer {layer} needs {len(keys)} experts at once, and experts in use take the room")
+                raise BimetalError(
+                    f"layer {layer} needs {len(keys)} experts at once, and experts in use occupy too many slots"
+                )
             loads.append(load)
             self._touch(pool, key, pool.probation[key])
         self.counters.hits += len(found) - len(late)

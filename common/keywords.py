@@ -48,7 +48,7 @@ OTHER_NAMES = {  # of other programs, and earlier ones of our own
 }
 
 
-ELSEWHERE = {  # what does the work of arguments that are no option of any call
+REPLACEMENTS = {  # what to use in place of arguments that are no option of any call
     "stream": "stream(prompt) and stream_chat(messages) give a reply in pieces",
     "n": "a list that has the prompt n times gives n replies",
     "system": 'chat takes {"role": "system", "content": ...} as the first message',
@@ -123,8 +123,8 @@ def _hint(unknown: str, options: type[Options], named: Sequence[str]) -> str:
 
     named  the function's parameters beside the options
     """
-    if unknown in ELSEWHERE:
-        return ELSEWHERE[unknown]
+    if unknown in REPLACEMENTS:
+        return REPLACEMENTS[unknown]
     places: dict[str, str] = {}
     for kind, place in ((LoadOptions, "load"), (ChatOptions, "chat"), (GenerationOptions, "generate")):
         places |= {f.name: place for f in fields(kind)}

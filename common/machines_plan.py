@@ -179,7 +179,8 @@ def ways(hosts: Sequence[Host], link: Link, work: Work, rank_work: Work | None, 
     if not found:
         given = sum(host.memory for host in hosts)
         raise UsageError(
-            f"the model needs {total / 1e9:.3g} GB, and the machines give {given / 1e9:.3g} GB, in no way enough"
+            f"the model needs {total / 1e9:.3g} GB, and the machines give {given / 1e9:.3g} GB, "
+            "too little for any way to divide it"
         )
     return sorted(found, key=lambda way: way.token)
 

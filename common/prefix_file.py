@@ -133,7 +133,7 @@ def read_header(path: Path, fingerprint: str) -> Header:
     steps = _read_ids(path, entries.get("long_steps"), "I64", start, nbytes) if "long_steps" in entries else tokens[:0]
     long_steps = tuple((int(first), int(end)) for first, end in steps.reshape(-1, 2))
     if path.stem != metadata.get("key") or path.stem != key_of(fingerprint, tokens, long_steps):
-        raise DamagedError(f"{path} has the name of other tokens than its own")
+        raise DamagedError(f"{path} has a name that does not match its tokens")
     (first,), base = _numbers(path, metadata, "first", 1, len(tokens)), metadata.get("base")
     if not isinstance(base, str) or bool(base) != bool(first):
         raise DamagedError(f"{path} continues token {first} of the file {base!r:.40}")
@@ -158,15 +158,15 @@ def read(header: Header, length: int, has_end: bool = True) -> Saved:
     rows = [_array(header.path, name, tensors) for name in _names("rows", header.counts[0])]
     checksums = _array(header.path, "checksums", tensors)
     if checksums.shape != _checksums_shape(tokens) or any(a.ndim != 3 or a.shape[1] != tokens for a in rows):
-        raise DamagedError(f"{header.path} has not the rows of its tokens")
+        raise DamagedError(f"{header.path} lacks rows of its tokens")
     needed = min(length - header.first, tokens)
     parts = list(_parts(rows, needed))
     if any(_checksum(part) != checksum.tobytes() for part, checksum in zip(parts, checksums, strict=False)):
-        raise DamagedError(f"{header.path} is damaged: the checksum of its rows is another")
+        raise DamagedError(f"{header.path} is damaged: the checksum of its rows does not match")
     ends = has_end and length == len(header.tokens)
     point = [np.array(_array(header.path, name, tensors)) for name in _names("point", header.counts[1] * ends)]
     if ends and _checksum(point).hex() != header.checksum:
-        raise DamagedError(f"{header.path} is damaged: the checksum of its point is another")
+        raise DamagedError(f"{header.path} is damaged: the checksum of its point does not match")
     cut = [[part[i][:, : needed - PAGE * n] for n, part in enumerate(parts)] for i in range(len(rows))]
     return Saved(header.tokens, header.long_steps, header.first, cut, point)
 

@@ -57,7 +57,7 @@ def _checked(values: dict[str, Any], file: Path) -> Recommended:
     try:
         accepted = Sampling(**values)
     except UsageError as error:
-        raise BimetalError(f"{file} recommends a sampling option that cannot be: {error}") from None
+        raise BimetalError(f"{file} recommends an invalid sampling option: {error}") from None
     options = {name: getattr(accepted, name) for name in values}
     defaults = Sampling()
     changed = {name: value for name, value in options.items() if value != getattr(defaults, name)}

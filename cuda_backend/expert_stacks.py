@@ -82,9 +82,6 @@ class Staging:
 
     While the product of one stack runs, the next stack is copied to the other's place. Experts in slots are read there;
     the others are copied in runs of neighbours.
-
-    slots   by layer, the addresses of experts in slots, 0 for an expert without a slot: (experts,) uint64
-    waited  by layer, pairs of events around each wait of the stream
     """
 
     def __init__(self, stacks: Mapping[int, Sequence[Stack]], stream: Stream, copies: Stream):
@@ -102,7 +99,10 @@ class Staging:
         return sum(memory.nbytes for memory in self.memory)
 
     def begin(self, layer: int, place: int, slots: np.ndarray) -> int:
-        """Copy the experts that are not in `slots` once the place is free; return the bytes copied."""
+        """Copy the experts without a slot once the place is free; return the bytes copied.
+
+        slots  address of each expert's slot, 0 for an expert without one: (experts,) uint64
+        """
         self.copies.wait(self.free[place])
         at, copied, tables = self.memory[place].address, 0, []
         offset = sum(stack.slot_bytes for stack in self.stacks[layer][:place])

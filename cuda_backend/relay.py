@@ -127,9 +127,9 @@ class GpuGraph:
 class Relay:
     """Run step functions over several GPUs, as Replay does on one.
 
-    here      the GPU whose ops are being launched
-    steps     the DeviceStep of every GPU that the step has reached
-    segments  segments of the step that is being captured, before `graph`, which is open on the GPU `here`
+    current_gpu  the GPU whose ops are being launched
+    steps        the DeviceStep of every GPU that the step has reached
+    segments     segments of the step that is being captured, before `graph`, which is open on the current GPU
     """
 
     def __init__(self, gpus: Sequence[Gpu]):

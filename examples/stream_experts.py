@@ -26,7 +26,7 @@ from common.host import peak_resident_bytes
 from common.options import LoadOptions
 from common.step import Step
 from generate.backends import open_model
-from generate.streaming import expert_source, opener
+from generate.expert_streaming import expert_source, opener
 
 HIDDEN, HEAD_DIM, HEADS, KV_HEADS, FFN, VOCAB, GROUP = 2048, 128, 16, 4, 512, 4096, 64
 SKEW = 0.12  # of a router's bias per e-fold of popularity: 50 % of the experts then take some 80 % of the rows

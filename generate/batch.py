@@ -168,7 +168,9 @@ def read_answers(file: IO[bytes], out: Path) -> Answered:
         except (ValueError, KeyError, TypeError, RecursionError):
             found = None
         if found is None or int(found[1]) in answered:
-            raise UsageError(f"line {number} of {out} is no answer of a batch, or a second one; give another OUT")
+            raise UsageError(
+                f"line {number} of {out} is no answer of a batch, or answers a request again; give another OUT"
+            )
         answered.add(int(found[1]), int(found[2], 16), is_error)
     return answered
 

@@ -25,7 +25,9 @@ from generate.flags import BACKENDS, Parser
 def options(args: argparse.Namespace) -> BenchOptions:
     """Return the options of the job that the flags of `bench` name; refuses flags of another job."""
     if args.spec_prompts is not None and args.synthetic is not None:
-        raise UsageError("--spec-prompts and --synthetic exclude each other; random weights accept next to nothing")
+        raise UsageError(
+            "--spec-prompts and --synthetic exclude each other; random weights accept hardly any draft token"
+        )
     if args.serve is not None and (args.spec_prompts or args.synthetic):
         raise UsageError("--serve asks a server for its own model; leave out --spec-prompts and --synthetic")
     job: type[BenchOptions] = ModelBench if args.spec_prompts is None else SpecBench

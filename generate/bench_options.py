@@ -113,7 +113,7 @@ class SyntheticBench(LocalBench):
     def __post_init__(self) -> None:
         _refuse_all(self)
         if self.spark != (self.expert_vram is not None):
-            raise UsageError("--spark and --expert-vram go together in a bench: what is measured is a stated budget")
+            raise UsageError("--spark and --expert-vram go together in a bench, which measures a given budget")
         if self.spark and self.routing is None:
             raise UsageError("--spark needs --routing: random routers choose uniformly, which no cache can use")
 
@@ -167,7 +167,7 @@ class StreamsBench(LocalBench):
         _refuse_all(self)
         _at_least("--new-tokens", self.new_tokens, 2)
         if self.synthetic is not None and self.draft is not None:
-            raise UsageError("--streams takes --synthetic or --draft: random weights accept next to nothing")
+            raise UsageError("--streams takes --synthetic or --draft: random weights accept hardly any draft token")
         if len(self.contexts) > 1:
             raise UsageError("--streams takes one of --contexts")
 

@@ -245,7 +245,7 @@ def is_near_tie(engine: Engine, prompt: list[int], expected: list[int], tokens: 
 
 
 def table(results: dict[str, Result]) -> None:
-    """Tabulate each way's gain, milliseconds per step by phase, and the share of steps that accepted each place."""
+    """Tabulate each way's gain, milliseconds per step by phase, and the share of steps that accepted each position."""
     plain = results["plain"].tps
     form = "{:18} {:>11} {:>5} {:>28} {:>7} " + "{:>6} " * len(PHASES) + "{}"
     print(form.format("", "tokens/step", "rows", "tok/s (median, min..max)", "x plain", *PHASES, "ms; texts"))

@@ -121,7 +121,7 @@ def open_synthetic(options: SyntheticBench | SyntheticSpecBench | SyntheticWindo
         size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
         raise BimetalError(
             f"{options.synthetic} is {size / 1e9:.1f} GB, this machine has no GPU that we can use, and a CPU takes "
-            f"hours; --backend {found.name} runs it all the same"
+            f"hours; --backend {found.name} runs it anyway"
         )
     if isinstance(options, SyntheticBench) and options.routing:
         ops = bench_spark.open_ops(options, checkpoint, found.name)

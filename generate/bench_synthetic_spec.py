@@ -24,7 +24,7 @@ PUBLISHED_LENGTH = 8.31  # tokens per step of Qwen3.5-27B with its draft on Huma
 def run(options: SyntheticSpecBench) -> int:
     """Print the time of each part of a speculative step at one context.
 
-    Random weights accept next to nothing, so a step is one token; its speed at PUBLISHED_LENGTH is computed.
+    Random weights accept hardly any draft token, so a step gives one token; its speed at PUBLISHED_LENGTH is computed.
     """
     context, steps = options.contexts[0], options.runs * 10
     pair = synthetic_pair(open_synthetic(options, context + 2 * steps + 40))

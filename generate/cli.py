@@ -32,7 +32,7 @@ COMMANDS = {
     "selftest": "run the conformance tests and a short bench, and write a report to send us",
 }
 
-ELSEWHERE = {  # what commands of Ollama, mlx-lm, vLLM and the Hub's client are here
+FOREIGN_COMMANDS = {  # what commands of Ollama, mlx-lm, vLLM and the Hub's client are here
     **dict.fromkeys(("chat", "run"), "--model MODEL --chat"),
     **dict.fromkeys(("generate", "complete"), "--model MODEL --prompt TEXT"),
     "server": "serve MODEL",
@@ -48,8 +48,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Return the parsed arguments.
 
     command  a key of COMMANDS, or "prompt" or "chat"
-    options  of prompt and chat: checked keyword arguments of LLM.stream; of bench: a BenchOptions
-    load     of prompt and chat: keyword arguments of generate.load
+    options  of prompt, chat, serve and batch: checked keyword arguments of LLM.stream; of bench: a BenchOptions
+    load     of prompt, chat, serve and batch: a LoadOptions
+    window   of serve and batch: the given options of WeDLM, as GenerationOptions, or None
+    rest     of launch: the arguments of the program that is launched
     given    the flags that were given with a value, or as --NAME or --no-NAME
     """
     _check_words(argv)
@@ -72,7 +74,7 @@ def _check_words(argv: list[str]) -> None:
     """Refuse words that argparse would misread: an unknown command, and a value "--"."""
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         hint = f"commands: {', '.join(COMMANDS)}; a prompt goes after --prompt"
-        if form := ELSEWHERE.get(argv[0]):
+        if form := FOREIGN_COMMANDS.get(argv[0]):
             named = form.replace("MODEL", shlex.quote(argv[1])) if argv[1:] and not argv[1].startswith("-") else form
             hint = f"here it is: {_prog()} {named}"
         raise UsageError(f"{argv[0]!r} is not a command; {hint}")
@@ -91,7 +93,7 @@ def _finish_text(args: argparse.Namespace) -> None:
         raise UsageError(f"--chat and {given[0]} exclude each other; in a chat the prompt is typed")
     forms = [f"--{name}" for name in FORMS if getattr(args, name.replace("-", "_")) is not None]
     if args.chat and forms:
-        raise UsageError(f"--chat and {forms[0]} exclude each other; the form is that of one reply")
+        raise UsageError(f"--chat and {forms[0]} exclude each other; a schema or a grammar is for one reply")
     if len(forms) > 1:
         raise UsageError(f"{' and '.join(forms)} exclude each other; either gives the form of the reply")
     if len(given) > 1:

@@ -25,7 +25,7 @@ NEGATIVE = re.compile(r"-(\.?\d|inf)")  # the beginning of a value, such as -1GB
 BACKENDS = ("cuda", "mlx", "numpy")
 COMPRESSION = ("off", "auto", "always")
 DEFAULT_MODEL = "demo"
-ELSEWHERE = {  # what flags of llama.cpp, mlx-lm and vLLM are here
+FOREIGN_FLAGS = {  # what flags of llama.cpp, mlx-lm and vLLM are here
     **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), "leave it out: a GPU holds the whole model"),
     **dict.fromkeys(("-t", "--threads"), "leave it out: all cores are used"),
     **dict.fromkeys(("-fa", "--flash-attn"), "leave it out: there is no other attention to choose"),
@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any):
         options.setdefault("allow_abbrev", False)
         super().__init__(*args, **options)
-        self.hints = dict(ELSEWHERE)
+        self.hints = dict(FOREIGN_FLAGS)
         self.register("action", None, Once)
         self._negative_number_matcher = NEGATIVE
 

@@ -57,6 +57,7 @@ from common.turns import Render, reply_header, turns_of
 from common.warm_up import Size, warm_sizes
 from generate.activity import Activity, activity_of, matched_tokens
 from generate.backends import Placement, check_draft, choose, leave_thread
+from generate.expert_streaming import save_profile
 from generate.list_methods import Message, Prompt, chats, generates
 from generate.loading import load_all, make_room, resolve_draft
 from generate.machines import check_load, is_follower
@@ -64,7 +65,6 @@ from generate.notebook import in_notebook, model_card
 from generate.owner_thread import OwnerThread
 from generate.prefixes import open_prefixes
 from generate.progress import PrefillBar
-from generate.streaming import save_profile
 from generate.streams import DONE, AsyncStream, Reply, Start, Stream
 
 T = TypeVar("T")

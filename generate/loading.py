@@ -15,10 +15,10 @@ from common.options import LoadOptions
 from common.schedule import SHARED_PREFILL_ROWS
 from generate.backends import Placement, open_model
 from generate.caches import named, with_cache
+from generate.expert_streaming import opener
 from generate.machines import is_in_group
 from generate.prefixes import digest
 from generate.spark import hot_experts
-from generate.streaming import opener
 
 PARALLEL = 8  # replies at the same time, if a step may have rows of several
 RESERVED = 4  # if each of them reserves memory

@@ -135,7 +135,9 @@ def synthetic_checkpoint(name: str) -> Checkpoint:
     shape, _, recipe = name.lower().partition(":")  # files are named with capitals
     if shape not in METADATA or recipe not in RECIPES:
         shapes, recipes = ", ".join(METADATA), ", ".join(RECIPES)
-        raise UsageError(f"synthetic model {name!r} is unknown; a shape of {shapes}, a colon, one of {recipes}")
+        raise UsageError(
+            f"synthetic model {name!r} is unknown; give SHAPE:RECIPE with a shape of {shapes} and a recipe of {recipes}"
+        )
     metadata = METADATA[shape]
     architecture = metadata["general.architecture"]
     definition = ARCHITECTURES[architecture]

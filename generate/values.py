@@ -188,7 +188,7 @@ def port(text: str) -> int:
 
 def key(text: str) -> str:
     if not text or not text.isascii() or not text.isprintable() or " " in text:
-        raise argparse.ArgumentTypeError("a key has characters other than printable ASCII without spaces, or is empty")
+        raise argparse.ArgumentTypeError("a key must be printable ASCII without spaces, at least one character")
     return text
 
 

@@ -66,7 +66,7 @@ class Group(group.Group):
             mx.eval([x for x in arrays if x.size])
 
     def _by_mlx(self, values: list[int]) -> np.ndarray:
-        """Return the integers of every rank, below 2**31 each: (size, n); for ranks that are not connected yet."""
+        """Return the integers of every rank, below 2**31 each: (size, n). MLX sends them, before sockets are open."""
         mine = np.zeros((self.size, len(values)), np.int32)
         mine[self.rank] = values
         with self._telling_of_loss():

@@ -33,7 +33,7 @@ def matmul(x: mx.array, part: Part) -> mx.array:
     rows, few = np.array(x, copy=False), len(x) <= FEW
     T, columns = rows.shape
     N = (part.codes if isinstance(part, Packed) else part).shape[0]
-    out = mx.zeros((T, N), mx.float32)  # without use in a short step, and so never computed
+    out = mx.zeros((T, N), mx.float32)  # unused, and therefore not computed, in a short step
     sums = np.empty((T, N), np.float32) if few else np.array(out, copy=False)
     if not isinstance(part, Packed):
         np.matmul(rows, np.array(part, copy=False).T, out=sums)

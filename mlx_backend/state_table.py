@@ -73,7 +73,7 @@ def state_bytes(spec: Sequence[LayerSpec], tokens: int, rows: int, item_bytes: i
 def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item_bytes: int, fused: bool) -> int:
     """Predict the workspace; `fused` if attention and the delta rule are single kernels, as on a Mac's GPU."""
     prefill, peak = Prefill(tokens, rows, item_bytes), 0
-    # the logits of no row that a step ends with are never computed, and hold the two arrays that they would add
+    # a step without logits leaves the head lazy, which keeps the two arrays of the last residual addition
     logits = 2 * rows * layers[-1].hidden * item_bytes if tokens > rows else 0
     # if fused: decoded weights, which products of many rows read
     total = 2 * DECODED * item_bytes if fused else logits

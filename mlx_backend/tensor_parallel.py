@@ -15,7 +15,7 @@ from common.shards import Ranks
 from mlx_backend.following import GroupOps
 from mlx_backend.group import Group
 
-LAST_SUMS = 4  # of a step, which its output may not depend on: those of rows that only a draft's states need
+LAST_SUMS = 4  # sums at the end of a step, on which its output may not depend: of rows that only a draft needs
 
 
 class TensorOps(GroupOps):

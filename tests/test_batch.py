@@ -189,7 +189,7 @@ def test_an_output_that_is_not_of_these_requests_is_refused(run, tmp_path):
     assert code == 2
     assert "answers to other requests" in said
     out.write_bytes(out.read_bytes() * 2)
-    assert "or a second one" in run([request("a", prompt="a", max_tokens=1)])[1]
+    assert "or answers a request again" in run([request("a", prompt="a", max_tokens=1)])[1]
     out.write_text("notes\n")
     code, said = run()
     assert (code, out.read_text()) == (2, "notes\n")

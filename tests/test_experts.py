@@ -152,7 +152,7 @@ def test_experts_in_use_that_take_the_room_are_an_error():
     residency = Residency(E, [10, 10], USED, 10 * E)
     for load in residency.ensure(0, np.arange(E)).loads:
         residency.finish(load)
-    with pytest.raises(BimetalError, match="layer 1 needs 2 experts at once, and experts in use take the room"):
+    with pytest.raises(BimetalError, match="layer 1 needs 2 experts at once, and experts in use occupy too many slots"):
         residency.ensure(1, np.arange(2))
     residency.release()
     assert len(residency.ensure(1, np.arange(2)).loads) == 2

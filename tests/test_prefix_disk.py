@@ -183,7 +183,7 @@ def test_damage_after_the_beginning_is_not_read(tmp_path, token, whole):
         assert opened.found(False, text(900)) == (512 if whole else 0)
         assert path.exists() == whole
         assert [line.partition(": ")[2] for line in opened.lines] == [
-            "the checksum of its rows is another; it is deleted"
+            "the checksum of its rows does not match; it is deleted"
         ] * (not whole)
     with Opened(tmp_path) as again:
         assert again.found(False, [*text(900), 5], turn=900) == 0
@@ -373,7 +373,7 @@ def damaged(data, header_size):
         "version": (rewritten(version="1"), "has version '1'; supported: 2", False),
         "format": (rewritten(format="other"), "is no saved state", False),
         "model": (rewritten(fingerprint=OTHER), "is a state of another model", False),
-        "key": (rewritten(key="0" * 32), "has the name of other tokens", True),
+        "key": (rewritten(key="0" * 32), "has a name that does not match its tokens", True),
         "base": (rewritten(first="5", base="c" * 32), "continues a state that is gone", True),
         "first": (rewritten(first="5"), "continues token 5", True),
         "huge": (rewritten(first="9" * 11), "first is '99999999999'", True),

@@ -32,6 +32,38 @@ def long_functions(path: str, source: str) -> Iterator[str]:
                 yield f"{path}:{node.lineno}: {name} has {count} parameters; at most {MOST_PARAMETERS}: take a struct"
 
 
+def attributes(node: ast.ClassDef) -> set[str]:
+    """What objects of a class have: fields, methods, parameters of the constructor, and what methods assign to self."""
+    found = {f.name for f in node.body if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name | ast.Attribute) and isinstance(inner.ctx, ast.Store):
+            found.add(inner.id if isinstance(inner, ast.Name) else inner.attr)
+        if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
+            found |= {p.arg for p in (*inner.args.args, *inner.args.kwonlyargs)}
+        if isinstance(inner, ast.Assign) and isinstance(inner.value, ast.Tuple):  # __slots__
+            found |= {v.value for v in inner.value.elts if isinstance(v, ast.Constant)}
+    return found
+
+
+def described(node: ast.ClassDef) -> list[str]:
+    """The attributes that a docstring describes, in lines of names, two spaces or more, and words."""
+    lines = re.findall(r"^(\w+(?:, \w+)*) {2,}\S", ast.get_docstring(node) or "", re.MULTILINE)
+    return [name for line in lines for name in line.split(", ")]
+
+
+def test_classes_have_the_attributes_that_they_describe() -> None:
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    classes = [c for p in paths for c in ast.walk(ast.parse(p.read_text())) if isinstance(c, ast.ClassDef)]
+    of_name = {c.name: c for c in classes}
+
+    def held(node: ast.ClassDef) -> set[str]:
+        bases = {re.split(r"[.\[]", ast.unparse(base))[-1] for base in node.bases} & of_name.keys()
+        return attributes(node).union(*(held(of_name[base]) for base in bases if base != node.name))
+
+    assert sum(map(len, map(described, classes))) > 500
+    assert [(c.name, name) for c in classes for name in described(c) if name not in held(c)] == []
+
+
 def test_functions_have_few_parameters() -> None:
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     assert len(paths) > 100
