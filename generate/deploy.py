@@ -8,6 +8,7 @@ from ray.serve.config import RequestRouterConfig
 from starlette.middleware import Middleware
 
 from common.errors import UsageError
+from generate import server_flags
 from generate.affinity import PromptAffinity
 from generate.cli import parse
 from generate.llm import LLM
@@ -126,16 +127,7 @@ def _amount(name: str, value: Any) -> float:
 
 
 def _flags(given: Mapping[str, Any]) -> list[str]:
-    """Return the flags of `serve` for `key=value` arguments: true gives a flag without a value, a list repeats it."""
-    found = []
-    for name, value in given.items():
-        flag = f"--{name.replace('_', '-')}"
-        if name in RAYS:
-            raise UsageError(f"{name} is that of Ray's proxy; give it to Ray: serve start --http-{name} {value}")
-        if value is True or value == "true":
-            found.append(flag)
-        elif isinstance(value, list | tuple):
-            found += [f"{flag}={each}" for each in value]
-        elif value is not False and value != "false":
-            found.append(f"{flag}={value}")
-    return found
+    """Return the flags of `serve` for `key=value` arguments; refuses those of Ray's proxy."""
+    if name := next((name for name in RAYS if name in given), None):
+        raise UsageError(f"{name} is that of Ray's proxy; give it to Ray: serve start --http-{name} {given[name]}")
+    return server_flags.flags_of(given)

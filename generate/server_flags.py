@@ -1,5 +1,8 @@
 """Flags of the commands that answer many requests, and of those that ask a server."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from generate import flags, values
 from generate.flags import Parser
 
@@ -60,6 +63,26 @@ def serve(p: Parser) -> None:
     )
     s.add_argument("--log-json", action="store_true", help="log JSON objects")
     flags.compression(p)
+
+
+def flags_of(given: Mapping[str, Any]) -> list[str]:
+    """Return the flags of `serve` for values by name, with _ for -, as a configuration file has them.
+
+    True, or "true", gives a flag without a value, False its --no-NAME if there is one, a list the flag several times.
+    """
+    parser, found = Parser(), list[str]()
+    serve(parser)
+    for name, value in given.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True or value == "true":
+            found.append(flag)
+        elif value is False or value == "false":
+            found += {f"--no-{flag[2:]}"} & parser._option_string_actions.keys()
+        elif isinstance(value, list | tuple):
+            found += [f"{flag}={each}" for each in value]
+        else:
+            found.append(f"{flag}={value}")
+    return found
 
 
 def batch(p: Parser) -> None:

@@ -25,6 +25,7 @@ from generate.__main__ import main
 from generate.backends import open_backend, usable
 from generate.bench_streams import EveryToken, measure
 from generate.cli import parse
+from generate.server_flags import flags_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -108,6 +109,16 @@ def test_numbers_that_stand_for_no_number():
         assert (given.options, given.load) == (plain.options, plain.load)
     assert parse(["bench", "-c", "0"]).options.ctx is None
     assert parse(["serve", "-n", "-1", "-c", "0"]).options == {}
+
+
+def test_values_by_name_become_flags_of_a_server():
+    """As replicas take them; false turns off what is on by default."""
+    given = {"warmup": False, "log_json": "true", "insecure": "false", "allow_host": ["a", "b"], "parallel": 2}
+    found = flags_of(given | {"kv_rotate_k": "false", "kv": "q8"})
+    hosts = ["--allow-host=a", "--allow-host=b"]
+    assert found == ["--no-warmup", "--log-json", *hosts, "--parallel=2", "--no-kv-rotate-k", "--kv=q8"]
+    args = parse(["serve", *found])
+    assert (args.warmup, args.log_json, args.insecure, args.load.kv_rotate_k) == (False, True, False, False)
 
 
 def test_the_model_of_a_server_needs_no_flag():
