@@ -127,8 +127,8 @@ def quantize(p: Parser) -> None:
         "--recipe",
         choices=("careful", "uniform", "mixed"),  # common.recipe.RECIPES
         default="careful",
-        help="careful (default): 8 bits for embedding and head; uniform: one format for all; mixed: as careful, with "
-        "more bits for half of the value and down projections",
+        help="careful (default): 8 bits for embedding, head and projections of decays; uniform: one format for all; "
+        "mixed: as careful, with more bits for half of the value and down projections",
     )
     p.add_argument(
         "--layers",
