@@ -50,9 +50,10 @@ def test_readme_names_files_that_exist():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_tests_that_are_named_exist(page):
-    names = re.findall(r"\btests/[\w/*]+(?:\.py)?", page.read_text())
-    assert [name for name in names if not any(ROOT.glob(name.rstrip("/")))] == []
+def test_files_that_are_named_exist(page):
+    folders = "tests|common|generate|cuda_backend|mlx_backend|metal_kernels|examples"
+    names = [name.rstrip("./") for name in re.findall(rf"\b(?:{folders})/[\w/*.]+", page.read_text())]
+    assert [name for name in names if "NAME" not in name and not any(ROOT.glob(name))] == []
 
 
 def test_extending_names_what_a_family_needs():

@@ -13,7 +13,7 @@ from generate.server.line_limits import LineLimits
 class Usage:
     """Tokens of one reply.
 
-    reasoning  of `completion`
+    reasoning  tokens of the reasoning, counted in `completion` too
     accepted   draft tokens that became part of the reply; rejected: the others that were verified
     """
 
@@ -119,11 +119,11 @@ Event = Prompt | Echo | Text | Reasoning | CallBegin | CallArguments | CallEnd |
 class Events:
     """Turns the pieces of one reply into events.
 
-    first_call_only  a reply ends with its first call
-    limits           end a reply by its lines; None: nothing does
-    whole_calls      a call whose arguments are no JSON, because the reply ends in it, is left out
-    ids              events have their token ids
-    shows_stop       the text has the stop string that ends it
+    first_call_only  whether a reply ends with its first call
+    limits           the line limits of the reply; None: there are none
+    whole_calls      whether a call that the end of the reply cuts is left out: its arguments are no JSON
+    ids              whether events have token ids
+    shows_stop       whether a stop string that ends the reply is part of its text
     """
 
     def __init__(

@@ -28,10 +28,10 @@ class Facts:
     name          its name for clients; all other names mean it too
     template      source of its chat template, "" without one
     late_system   whether the template takes a system message after others
-    is_gguf       its files are GGUF, and not safetensors
-    size          their bytes
-    parameters    numbers of their tensors
-    quantization  the type of most of their bytes: "Q4_K", "BF16", "affine 4-bit"
+    is_gguf       whether its files are GGUF, not safetensors
+    size          bytes of its files
+    parameters    numbers in its tensors
+    quantization  the type of most bytes of its tensors: "Q4_K", "BF16", "affine 4-bit"
     grammars      makes the guides that constrain replies
     limit         most tokens of a reply whose request has no limit; None: to the end of the context
     """

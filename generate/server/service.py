@@ -25,15 +25,15 @@ SHOWN = (  # options of generation that /props shows also where nothing sets the
 class Service:
     """One model and the requests that it works on.
 
-    max_requests  requests at once, running and waiting
-    replica   the name of this server among several, a label of its figures
-    options   of generation, for requests that leave them out
-    running   requests now
-    slots     sequences that the model works on at once
-    draining  the server shuts down: running requests are finished, and no other begins
-    store     finished responses that requests may continue
-    compressor  shortens long prompts; None: they are not shortened
-    short_jobs  a thread that prepares short prompts one after the other; many threads at once would all finish late
+    max_requests  most requests that run or wait
+    replica       the name of this server among several, a label of its figures
+    options       of generation, for requests that leave them out
+    running       requests that run or wait now
+    slots         sequences that the model works on at once
+    draining      whether the server shuts down: running requests are finished, and no other begins
+    store         finished responses that requests may continue
+    compressor    shortens long prompts; None: they are not shortened
+    short_jobs    a thread that prepares short prompts one after the other; many threads at once would all finish late
     """
 
     def __init__(self, max_requests: int, replica: str | None = None, options: Mapping[str, Any] | None = None):

@@ -55,10 +55,10 @@ class Grammar:
 class Ending:
     """Rules by which a reply ends, beside its limit.
 
-    stops    token ids that end it, beside those of the tokenizer
-    ignores  those of the tokenizer do not end it
-    least    tokens of the reply before which none of them may come
-    shown    a stop string that ends the reply is part of its text
+    stops    token ids that end it, beside the tokenizer's end tokens
+    ignores  whether the tokenizer's end tokens do not end it
+    least    tokens of the reply before which no end token may come
+    shown    whether a stop string that ends the reply is part of its text
     """
 
     stops: Sequence[int] = ()
@@ -79,16 +79,16 @@ class Task:
     prompts          conversations, texts, token ids or gaps in a text; each is replied to `n` times
     field            of the request that holds the prompts
     options          of generation, as keywords of GenerationOptions
-    stream           the reply is sent while it is written
-    first_call_only  a reply ends with its first tool call
-    echo             the prompt precedes the reply, with log-probabilities if the options request them
+    stream           whether the reply is sent while it is written
+    first_call_only  whether a reply ends with its first tool call
+    echo             whether the prompt precedes the reply, with log-probabilities if the options request them
     generates        whether there is a reply at all, or only an echo
     grammar          the grammar of the reply after its reasoning
     budget           most tokens of the reasoning
-    limits           makes what ends one reply by its lines; None: nothing does
+    limits           makes the line limits of one reply; None: there are none
     ending           how a reply ends, beside its limit
-    ids              the answer has the token ids of prompt and reply
-    whole_calls      calls that the end of the reply cuts are left out: their arguments are no JSON
+    ids              whether the answer has the token ids of prompt and reply
+    whole_calls      whether calls that the end of the reply cuts are left out: their arguments are no JSON
     """
 
     prompts: Sequence[Chat | Gap | str | list[int]]

@@ -66,7 +66,7 @@ def _bytes(text: str) -> bytes:
 
 
 class Frame:
-    """A message that is sent for each piece of a text, with few values that differ.
+    """A message that is sent for each piece of a text; only a few of its values differ.
 
     make   writes the message with given texts as these values, in order
     count  of these values
