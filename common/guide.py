@@ -107,7 +107,7 @@ class AtLeast:
     """Lets no token of `ends` come before `least` tokens of the reply, unless `inner` allows nothing else.
 
     inner  the guide of the reply; None: it is unrestricted
-    vocab  logits of the model
+    vocab  number of logits of a row
     """
 
     def __init__(self, least: int, ends: Collection[int], vocab: int, inner: Guide | None):

@@ -46,7 +46,7 @@ class Step:
                index; None: a block whose rows all attend to each other (the DFlash draft)
     slots      (T,) int32 sequence of each row
     hidden     (T, hidden) output of earlier layers, if the step begins with a later layer; None: it begins with tokens
-    as_long    it is computed as a long step, although it may have few rows: `of_prompt`
+    as_long    whether it is computed as a long step even if it has few rows: `of_prompt`
     """
 
     tokens: Any
@@ -212,9 +212,7 @@ class State:
     """One sequence's memory over all layers: `state[i].kv`, `state[i].conv`, ... as the model's spec names them."""
 
     can_save = True
-    can_wait = (
-        False  # whether `load` takes what `save` returns, though it is not the whole state, in this process alone
-    )
+    can_wait = False  # whether it can be suspended, though not saved: other processes keep parts of the state
     pool: "Pool | None" = None  # whose `slot` this is
     slot = 0
 
