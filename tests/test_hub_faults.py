@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from hub_models import BODY, SAFETENSORS, cache, files, partials, refusal, running, server  # noqa: F401  fixtures
-from hub_server import Fault, HubServer, Repo
+from hub_server import COMMIT, Fault, HubServer, Repo
 
 from common import hub_download
 from common.hub import resolve_model
@@ -64,7 +64,7 @@ def test_a_file_shorter_than_listed(cache: Path, server: HubServer) -> None:
 
 
 def test_a_small_file_shorter_than_listed(cache: Path, server: HubServer) -> None:
-    server.faults.append(Fault("GET", "/config.json", times=99, short=1))
+    server.faults.append(Fault("GET", f"{COMMIT}/config.json", times=99, short=1))
     assert "config.json of org/safe ends before its 16 bytes" in refusal("org/safe")
     assert not any(cache.rglob("config.json"))
     server.faults.clear()
@@ -178,7 +178,7 @@ def test_no_header_names_a_file(cache: Path, server: HubServer, header: str, nam
 
 
 def test_a_small_file_is_checked_by_its_hash_in_git(cache: Path, server: HubServer) -> None:
-    server.faults.append(Fault("GET", "/config.json", flip=True))
+    server.faults.append(Fault("GET", f"{COMMIT}/config.json", flip=True))
     assert "config.json of org/safe arrived damaged: its hash is" in refusal("org/safe")
     assert files(resolve_model("org/safe")) == SAFETENSORS
 
