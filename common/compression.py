@@ -17,7 +17,7 @@ HEAD, TAIL = 8, 24  # chunks kept at either end, but at most half of all kept ch
 NGRAM = 4  # tokens in a row of the question that mark a chunk: up to a quarter of those between the ends
 POOL = 13  # tokens over which scores are averaged
 SINKS = 64  # attention sinks: first tokens of the prompt, with which each piece of it begins
-RADII = ((1024, 2, 8), (2048, 4, 16), (2**62, 8, 32))  # up to so many chunks: neighbours, places of an n-gram
+RADII = ((1024, 2, 8), (2048, 4, 16), (2**62, 8, 32))  # below this number of chunks: neighbours, places of an n-gram
 
 
 def scored(tokens: Sequence[int], attention: Callable[[list[int]], np.ndarray], max_tokens: int) -> np.ndarray:

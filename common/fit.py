@@ -110,7 +110,7 @@ def _shaped(checkpoint: Checkpoint, stored: Stored, where: tuple[str, int], kind
 def predict_run(ops: Ops, blueprint: Blueprint, tokens: int, rows: int, parallel: int = 1) -> tuple[int, int, int]:
     """Predict the bytes of (kv, state, work) while `tokens` tokens are read in steps of `rows`.
 
-    parallel  sequences of up to so many tokens, which share memory for one of them where the backend has a pool
+    parallel  number of sequences; if the backend has a pool, they share memory for `tokens` tokens together
     """
     config, layout, spec = blueprint
     kv = [{name: s for name, s in layer.items() if grows(s)} for layer in spec]

@@ -74,7 +74,7 @@ class Places(NamedTuple):
 
 @lru_cache(64)  # drafts of several replies often keep their sizes from one step to the next
 def _places(sizes: tuple[int, ...], slots: tuple[int, ...]) -> Places:
-    """Place sequences with so many rows each in one step; the arrays are read-only."""
+    """Place sequences with `sizes` rows each in one step; the arrays are read-only."""
     starts = [0, *accumulate(sizes)]
     arrays = [np.repeat(np.array(each, np.int32), sizes) for each in (slots, starts[:-1])]
     for array in arrays:

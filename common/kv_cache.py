@@ -10,7 +10,7 @@ from common.kv_formats import FORMATS
 from common.options import CacheChoice
 from common.storage import NATIVE, KVSpec, LatentSpec, LayerSpec, Packing, Plane, RowSpec, Spec, all_specs, grows
 
-PLAIN_BITS = 8  # formats of at least so many bits need no rotation, no calibration and no exact rows
+PLAIN_BITS = 8  # minimum bits of a format that needs no rotation, no calibration and no exact rows
 CALIBRATION = 512  # tokens whose keys and queries calibrate the later keys
 SINKS, RECENT = 4, 128  # tokens that are read exactly below 8 bits: docs/kv-cache.md measures them
 BOUNDARY = "q8_0"  # the format of boundary layers where the chosen one is narrower

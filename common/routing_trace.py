@@ -39,9 +39,9 @@ class Trace:
         return Profile(counts, self.ids.shape[2])
 
     def over(self, layers: int, experts: int, used: int) -> "Trace":
-        """Return the trace for a model of so many layers with experts: where it has fewer, layers repeat it.
+        """Return the trace for a model with `layers` layers of experts; a trace of fewer layers is repeated.
 
-        Each repetition begins at another token of the text. Raises BimetalError for other numbers of experts.
+        Each repetition begins at another token of the text. Raises BimetalError if `experts` or `used` differ.
         """
         tokens, own, takes = self.ids.shape
         if (self.experts, takes) != (experts, used):

@@ -34,7 +34,7 @@ def logits_of(
 ) -> Generator[None, None, np.ndarray]:
     """Compute the logits after each of `tokens`, read from an empty state: (T, vocab) float32.
 
-    last  only those after the last so many tokens; None: all
+    last  only the logits after the last `last` tokens; None: all
     """
     read: list[np.ndarray] = []
     for rows in _steps(model, tokens, context, last):

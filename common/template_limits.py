@@ -9,7 +9,7 @@ from typing import Any
 from jinja2.exceptions import SecurityError
 
 SECONDS = 2.0  # maximum of the thread's CPU time in one run
-LEAST, PER_CHARACTER = 1 << 18, 16  # the limit of a value: so many characters, and more per character of the input
+LEAST, PER_CHARACTER = 1 << 18, 16  # limit of a value in characters, and its increase per character of the input
 GROWTH = 64  # limits that one call may multiply arguments to, in characters made or compared
 TOTAL = 256  # limits that all values of one run may have together
 BITS = 4096  # of an integer; dividing long ones takes quadratic time

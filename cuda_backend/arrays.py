@@ -24,8 +24,8 @@ class Array:
     partials  number of partial sums to add, `partial_stride` elements apart
     needs     (end, count) pairs: columns of (T, n) up to `end` have only `count` partial sums that are not zero
     best      address of the largest keys of a step's logits, if kernels/sample.cu found them, else 0
-    arrival   host memory to which its numbers, and those of the next array that `read_all` reads with it, are also
-              written; None: `read` copies them
+    arrival   host memory to which a kernel also writes the numbers, and those of the next array that `read_all`
+              reads together with this one; None: `read` copies them
     record    the struct by which kernels read a computed array, if it has been made: views.py `view`
     """
 
@@ -119,7 +119,7 @@ class Array:
         if self.lazy and not self._address and offset == 0 and tuple(shape) == self.shape:
             return self
         partials = self.partials
-        if self.needs and len(index) == 2 and shape[1]:  # those of segments within the slice
+        if self.needs and len(index) == 2 and shape[1]:  # of the segments within the slice
             first, last = offset % self.shape[1], offset % self.shape[1] + shape[1]
             begins = (0, *(end for end, _ in self.needs))
             partials = max(

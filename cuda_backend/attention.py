@@ -49,7 +49,7 @@ class Pieces(NamedTuple):
 
     most       largest number of positions of a sequence
     turn_back  columns of the output that are rotated back together, 0: none
-    folded     whether sums of pieces may be part of a later piece's
+    folded     whether the sums of a piece may include those of earlier pieces
     """
 
     most: int
@@ -160,7 +160,7 @@ class PiecesLaunch(NamedTuple):
 
     blocks  largest number of blocks into which the rows of all sequences are cut
     ctas    CTAs per multiprocessor
-    folds   whether sums of pieces may be part of a later piece's
+    folds   whether the sums of a piece may include those of earlier pieces
     """
 
     name: str

@@ -27,7 +27,7 @@ class BackgroundCopies:
         return sum(out.nbytes for _, out in self.waiting)
 
     def limit(self, free: int) -> int:
-        """Limit the bytes that may wait: MANY, or a quarter of those that wait and of `free` bytes of the device."""
+        """Return how many bytes may wait: at least MANY, else a quarter of the waiting and the `free` device bytes."""
         return max(MANY, (free + self.waiting_bytes) // 4)
 
     def make_room(self, nbytes: int, free: int) -> None:

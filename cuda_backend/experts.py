@@ -117,7 +117,7 @@ class ExpertStore:
 
     def fetch(self, layer: int, choice: np.ndarray, ids: int, step: int, T: int, k: int) -> None:
         """Exchange experts before a step of T rows multiplies by them: `HotLayers.fetch`."""
-        if layer in self.fetched:  # a second time in one step: its exchanges must have been noted
+        if layer in self.fetched:  # a second time in one step: the exchanges of the first must have been noted
             self._keep()
         self.fetched.add(layer)
         self.counts_step = True

@@ -31,8 +31,8 @@ class Counts(NamedTuple):
     slots       (layers, experts): slot of each expert now, -1 of cold ones
     uses        (layers, experts)
     needed      (layers,): experts that a layer needed, once per step
-    cold        (layers,): those of them that were cold, in steps of few rows
-    in_prompts  (layers,): those of them that were cold, in prefill steps
+    cold        (layers,): needed experts that were cold, in steps of few rows
+    in_prompts  (layers,): needed experts that were cold, in prefill steps
     exchanges   (layers,): experts that took the slots of others
     """
 
@@ -57,7 +57,7 @@ class HotLayers:
         row_ids: int,
         stream: Stream,
     ):
-        """Write the state of the start. Raises BimetalError for more than 512 experts.
+        """Write the initial state. Raises BimetalError for more than 512 experts.
 
         stacks   the two of each layer
         slots    (layers, experts) int32: slot of each expert, -1 of cold ones

@@ -112,7 +112,7 @@ class LayerSplitOps(SeveralGpus):
         return MultiGpuPool(pools, layers)
 
     def _batches(self, slots: int) -> int:
-        """Return the number of micro-batches among which so many sequences may be divided."""
+        """Return the number of micro-batches into which a pool of `slots` sequences may be divided."""
         return min(slots, self.micro_batches)
 
     # -- steps ---------------------------------------------------------------------------------------------------------

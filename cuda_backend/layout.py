@@ -320,7 +320,7 @@ class WarpGroups(NamedTuple):
     is_tall  whether it is kernels/tall.cu, not wide.cu
     rows     rows per CTA
     ctas     CTAs per multiprocessor
-    folds    whether sums of pieces may be part of a later piece's
+    folds    whether the sums of a piece may include those of earlier pieces
     """
 
     is_tall: bool

@@ -18,7 +18,7 @@ LARGE = 1 << 20  # bytes from which several threads copy an array faster than th
 def limit(nbytes: int, devices: Sequence[int] = ()) -> None:
     """Let this process take at most `nbytes` of the memory of each of `devices`, by default the current GPU.
 
-    CUDA's context and libraries take more.
+    CUDA's context and libraries take memory in addition.
     """
     pool = cupy.get_default_memory_pool()
     for index in devices or (cupy.cuda.runtime.getDevice(),):
@@ -64,7 +64,7 @@ def _allocate(nbytes: int, stream: Stream | None) -> Any:
             with stream.cuda if stream else nullcontext():
                 return cupy.cuda.alloc(nbytes)
         except cupy.cuda.memory.OutOfMemoryError:
-            if again:  # memory that the pool keeps for other streams counts to its limit
+            if again:  # memory that the pool keeps for other streams counts towards its limit
                 give_back()
     (free, total), device = free_and_total(), cupy.cuda.runtime.getDevice()
     if cupy.get_default_memory_pool().get_limit() == total:

@@ -98,7 +98,7 @@ def _chosen(
 ) -> Array:
     """Choose experts for each row, multiply by them, and return the weighted sums."""
     logits = rows.linear(context, x, matrix)
-    if context.routing and experts.gate_up.layer is not None:  # the router runs for its time; its choice is not used
+    if context.routing and experts.gate_up.layer is not None:  # the router runs only for its time
         logits = context.routing.logits_of(experts.gate_up.layer, x.shape[0])
     router = router._replace(gate=rows.linear(context, x, shared_gate) if shared_gate else None)
     at_once = x.shape[0] == 1 and router.top_k <= 31 and matrix.rows <= 512

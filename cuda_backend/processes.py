@@ -76,7 +76,7 @@ class LedPool(MultiGpuPool):
 class LedState(MultiGpuState):
     """Rank 0's part of one sequence's state; `mirror` stands for the parts of the other ranks."""
 
-    can_save, can_wait = False, True  # those parts are elsewhere
+    can_save, can_wait = False, True  # other processes keep parts of the state
 
     def __init__(self, pool: LedPool):
         super().__init__(pool)

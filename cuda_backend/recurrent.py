@@ -94,7 +94,7 @@ def gated_delta(
 
 
 def mixes(conv: Conv) -> bool:
-    """Test whether `delta_mixer` supports a convolution of so many taps."""
+    """Test whether `delta_mixer` supports the number of taps of the convolution."""
     return conv.spec.taps <= BEFORE + 1
 
 

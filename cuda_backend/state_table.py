@@ -20,7 +20,7 @@ class Kept(NamedTuple):
     """Functions of a spec, for one class of specs.
 
     store  the class of its store, or of its layers in Recurrent, which predict bytes
-    work   float32 of a layer's workspace for a prompt of so many tokens: (numbers per row of a step, numbers beside)
+    work   workspace of a layer, given the number of tokens of a prompt: (float32 per row of a step, other float32)
     width  numbers that attention adds up for each head, padded; 0: none
     check  refuses rows that exceed a card's shared memory; BimetalError
     """

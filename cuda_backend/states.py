@@ -32,7 +32,7 @@ class CudaPool:
 
     `pool[i].kv`, `.conv`, `.delta` are the handles of layer i; their stores commit all layers at once.
 
-    tokens   that all sequences may hold together; None: `slots` times `capacity`. Less than `capacity` counts as that
+    tokens   that all sequences may hold together; None: `slots` times `capacity`. The minimum is `capacity`
     batches  micro-batches, whose steps alternate
     length   constant, because steps of few rows have the same launches at any length
     lengths  committed tokens of each slot
@@ -271,7 +271,7 @@ class CudaState(State):
 def may_capture(spec: Sequence[LayerSpec]) -> bool:
     """Test whether the launches of a long step are identical at every length of a state, and for every slot.
 
-    They are not for rings, whose copies depend on their beginning, and for codes, whose exact rows are in a ring.
+    They differ for rings, whose copies depend on where a ring begins, and for codes, whose exact rows are in a ring.
     """
     return all(store_of(s) is KVStore and not s.is_packed for s in all_specs(spec) if grows(s))
 

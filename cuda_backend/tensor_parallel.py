@@ -63,9 +63,7 @@ class Drawn(Sampler):
 
 
 class TensorParallelOps(SeveralGpus):
-    """The op contract on GPUs that share every layer. A weight made here is complete on each; `load` divides a model.
-
-    A weight made by these ops lies whole on each GPU; `load` divides a model among the GPUs.
+    """The op contract on GPUs that share every layer: `load` divides a model; other weights are complete on each GPU.
 
     loaded  the ranks' models, each made with one GPU's ops, of the first `load`
     """

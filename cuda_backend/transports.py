@@ -39,7 +39,7 @@ def open_exchange(gpus: Sequence[Gpu]) -> Transport:
 
 
 def warn_of_slow_sums(gpus: Sequence[Gpu], exchange: Transport, layers: int, prints: bool = True) -> None:
-    """Measure a sum; print the time of sums per token of so many layers, if GPUs are joined by less than NVLink.
+    """Measure a sum; print the time of sums per token of `layers` layers if the connection of the GPUs is slow.
 
     prints  whether anything is printed: across processes all measure together, and one prints
     """

@@ -67,6 +67,6 @@ def lines(order: Sequence[int], predecessors: Sequence[int]) -> list[tuple[int, 
 def most_saved(rows: int) -> int:
     """Return how many saved matrices are enough for any tree of `rows` rows.
 
-    A binary tree below PAST that ends in leaves without a sibling, of 4, 10, 22, ... rows, needs so many.
+    A binary tree below PAST that ends in leaves without a sibling, of 4, 10, 22, ... rows, needs this number.
     """
     return ((rows + 2) // 3).bit_length() - 1

@@ -74,13 +74,13 @@ class Uploader:
         for parts, refused in zip(unchecked, flags, strict=True):
             if refused:
                 for part in parts:
-                    check_scales(part)  # its error has the place
+                    check_scales(part)  # its error names the place
                 raise BimetalError(f"tensor {parts[0].name!r} or one beside it changed while it was loaded")
 
     def copy(self, address: int, arrays: Sequence[np.ndarray]) -> None:
         """Copy arrays (n, bytes), one after the other, to device memory at `address`; the next `finish` sends them.
 
-        They must not change before. Pages of mapped files are released.
+        The arrays must not change before that. Pages of mapped files are released.
         """
 
         def read(place: np.ndarray, piece: np.ndarray) -> None:

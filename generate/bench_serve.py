@@ -1,7 +1,7 @@
 """`python -m generate bench --serve URL`: load test of a server, this one or another with the same routes.
 
 Requests are streamed Chat Completions. `--concurrency` is the number of requests that run at once; with `--rate`
-requests start at random times, so many per second on average. Prompts are random words, other ones in every run, so
+requests start at random times, `--rate` per second on average. Prompts are random words, other ones in every run, so
 that no prefix cache has them; `--seed` repeats the prompts of a run. The server's tokenizer counts their tokens, by the
 routes /tokenize and /detokenize of llama.cpp and vLLM; for a server without them a prompt has as many words.
 """
@@ -145,7 +145,7 @@ def _row(
 
 
 async def _check(address: str, seconds: float) -> None:
-    """Refuse a server to which no connection can be made within so many seconds: BimetalError."""
+    """Check that a connection to the server can be made within `seconds`; raises BimetalError if not."""
     try:
         (await asyncio.wait_for(_connection(urlsplit(address)), seconds))[1].close()
     except OSError as error:

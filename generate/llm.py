@@ -356,7 +356,7 @@ class LLM:
     def logits(self, prompt: Prompt, last: int | None = None) -> np.ndarray:
         """Compute the logits after each token of `prompt` (text or token ids): (T, vocab) float32.
 
-        last  only those after the last so many tokens; None: all
+        last  only the logits after the last `last` tokens; None: all
         """
         check_one("logits", prompt)
         return self._submit_steps(self._logits(prompt, last)).result()

@@ -114,7 +114,7 @@ def check_load(options: LoadOptions) -> None:
 
 
 def _how(ranks: int, count: int, launched: Launch | None) -> str:
-    """Describe how to start so many ranks, where `count` processes were started."""
+    """Describe how to start `ranks` processes, where `count` were started."""
     if launched is not None:
         return f"GPU; WORLD_SIZE is {count}"
     if rank() is not None:

@@ -19,7 +19,7 @@ from common.prefix_cache import PrefixCache
 from common.prefix_disk import PrefixDisk
 from common.tensors import Tensor
 
-SHARE, MOST = 10, 8 << 30  # default budget: this part of free memory, at most so many bytes
+SHARE, MOST = 10, 8 << 30  # default budget: 1 / SHARE of free memory, at most MOST bytes
 DISK = 20 * 10**9  # default bytes on disk
 TRIM = 256 << 20  # bytes freed between two trims
 SAMPLE = 64  # bytes at either end of each tensor

@@ -18,7 +18,7 @@ from mlx_backend.states import MlxState
 
 
 class SharedState(MlxState):
-    can_save = False  # the followers' parts are elsewhere
+    can_save = False  # followers keep parts of the state
 
 
 class GroupOps(MlxOps):

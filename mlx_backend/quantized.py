@@ -31,13 +31,17 @@ HALVES = {
     "IQ4_XS": (0, 2),
     **dict.fromkeys(CODEBOOKS, (0,)),
 }
-VECTORS, MATRICES = 8, 64  # rows of x that qmv.metal serves at once, and that qmm.metal does
+VECTORS, MATRICES = 8, 64  # rows of x up to which qmv.metal multiplies, and up to which qmm.metal does
 DECODED = 2**23  # weights decoded at a time for products of a prompt
 ROWS_PER_GROUP, ROWS_PER_MATRIX_GROUP = 4, 16  # of the matrix, per SIMD group of qmv.metal and of qmm.metal
 
 
 class Blocks(NamedTuple):
-    """Rows of blocks: words (..., rows, blocks * of a block) uint32, halves (..., rows, blocks * halves) uint16."""
+    """Rows of blocks of a GGUF type, whose 16-bit fields are held separately.
+
+    words   (..., rows, words of all blocks of a row) uint32
+    halves  (..., rows, 16-bit fields of all blocks of a row) uint16
+    """
 
     words: mx.array
     halves: mx.array
@@ -118,7 +122,7 @@ def gather_matmul(x: mx.array, w: Blocks, experts: mx.array, ordered: bool, slot
 
 
 def _qmv(x: mx.array, w: Blocks, experts: mx.array | None, together: int, slots: mx.array | None = None) -> mx.array:
-    """Launch qmv.metal; `together` is the number of rows of x that one SIMD group may serve."""
+    """Launch qmv.metal; `together`: how many rows of x may share decoded weights, of which a SIMD group has up to 8."""
     T, rows = len(x), w.shape[-2]
     M = next(m for m in (1, 2, 4, 8) if m >= together or m == 8)
     chunks, gather = -(-T // M), 0 if experts is None else 1 if slots is None else 2

@@ -41,8 +41,8 @@ class Fault:
 
     status          answer this instead, with `headers`
     change          changes the listing of a repository before it is sent
-    cut             close the connection after so many bytes of the body
-    short           send so many bytes fewer, under a Content-Length that agrees
+    cut             number of bytes of the body after which the connection is closed
+    short           number of bytes by which the body is shortened, under a Content-Length that agrees
     flip            change the last byte
     whole           ignore the Range header
     delay           seconds of sleep between every 64 KiB

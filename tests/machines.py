@@ -44,7 +44,7 @@ def cuda_group(size, *arguments, program=("-m", "generate"), gpus=None, of_rank_
 
 
 def on_cpu(gpus):
-    """Variables by which a process takes the stand-in for CuPy, with so many GPUs."""
+    """Variables by which a process takes the stand-in for CuPy, with `gpus` GPUs."""
     folders = ROOT / "tests" / "cuda_on_cpu", ROOT, ROOT / "tests"
     return {"PYTHONPATH": os.pathsep.join(map(str, folders)), "BIMETAL_GPUS": str(gpus)}
 

@@ -31,7 +31,7 @@ MIXTURES = ("qwen35moe", "laguna", "glm")
 
 
 def streamed(checkpoint, ops, layers_held=1.0, **options):
-    """The model with room for the experts of so many layers of each kind."""
+    """The model with room for the experts of `layers_held` layers of each kind."""
 
     def open_experts(checkpoint, layout, config):
         source, layers = checkpoint_source(checkpoint, layout), len(layout.layers)

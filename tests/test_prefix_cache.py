@@ -94,7 +94,7 @@ def test_ids_are_compared_and_not_only_hashed(cache, points, monkeypatch):
 
 
 def sizes(points, lengths):
-    """Bytes of a cache that keeps so much of one text."""
+    """Bytes of a cache that keeps prefixes of one text, of `lengths` tokens."""
     cache = PrefixCache(b"", 10**9)
     for n in lengths:
         offer(cache, points, text(2000)[:n])

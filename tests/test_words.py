@@ -17,6 +17,7 @@ PHRASES = {  # how CONTRIBUTING.md lists a phrase: the pattern that finds it
     "rows that ride along": r"\brid(e|es|ing) along\b",
     "are not there": r"\b(is|are) not there\b",
     "say of, tell of": r"\b(say|says|said|tell|tells|told) of\b",
+    "so many": r"\bso (many|much) (?!(more|that)\b)",
 }
 OPENING = re.compile(  # words with which a docstring begins neither with a verb nor with a type
     r"(are|as|at|beside|can|do|does|from|has|how|in|is|its?|may|not|of|on|so|such|that|these|they|this|those|to|under"
@@ -96,6 +97,7 @@ def test_contributing_lists_them():
         "# rows that ride\n# along",
         "weights that are\n// not there",
         "It tells of a path.",
+        "steps of so many rows",
     ],
 )
 def test_a_phrase_is_found(line):

@@ -69,8 +69,8 @@ class Draft(NamedTuple):
     coupling  random numbers with which the target will draw; the answer has the `k` tokens that it most probably draws
 
     The answer is (ids, log-probabilities), each (n, k), on the host; n is the draft's number of positions, at most
-    `depth` if each position costs time of its own. If a position depends on the previous token, it is that of
-    Pair.drafted.
+    `depth` if each position costs time of its own. If a position depends on the previous token, the answer is
+    that of Pair.drafted.
     """
 
     token: int

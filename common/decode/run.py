@@ -129,12 +129,12 @@ class DecoderRun:
     tokens  the prompt
     logits  (1, vocab), of the prompt's last row, unless some of the prompt is unread
     tuner   of the budget, kept between replies; None: a new one where the options leave the budget open
-    unread  last tokens of the prompt that `state` lacks, which the first step reads: one, or of WeDLM several
+    unread  last tokens of the prompt, which the first step reads because `state` lacks them: one, for WeDLM several
 
     most_drafted  limit of draft tokens of the next step, set by the engine for the number of replies; None: no limit
     reconsiders   whether to choose a budget at the next token, because a limit of 0 was set or lifted
-    runs_ahead    whether a plain step may be requested before the newest token was read; cleared by the engine while it
-                  reads several steps of prompts, behind whose steps the request would wait, and the token with it
+    runs_ahead    whether a plain step may be requested before the newest token was read; the engine clears it while
+                  several steps of prompts run: the request, and thus the token, would wait for them
 
     A decoder asks `model` for its backend and configuration, and never calls it. Once a decoder is closed, `state`
     holds a prefix of prompt and reply: all tokens but the newest, except in WeDLM's windows, whose newest tokens are

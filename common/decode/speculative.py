@@ -66,7 +66,7 @@ class Drafter:
     def tree(self, state: State, token: int, budget: int) -> Generator[Draft, Any, Tree]:
         """Draft continuations of `token`, the newest one; the tree has at most `budget` nodes besides its root."""
         kind, tree = self.options.kind, Tree(token)
-        room = state.capacity - state.length - 1  # a path may fill the state with its root and so many nodes
+        room = state.capacity - state.length - 1  # nodes of the longest path: with its root it fills the state
         started = time.perf_counter()
         found, matched = self.lookup.find(min(budget, room, LOOKUP_DEPTH)) if self.lookup and room > 0 else ([], 0)
         if kind == "lookup" or (matched >= LONG and found):

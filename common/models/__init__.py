@@ -178,7 +178,7 @@ class Model:
         return self.ops.run(no_row if rows.start == rows.stop else last_row, state, step)
 
     def divides(self, rows: int) -> bool:
-        """Test whether `forward_in_parts` divides a step of a prompt of so many rows."""
+        """Test whether `forward_in_parts` divides a step of a prompt with `rows` rows."""
         return self.ops.divides and self.expert_stream is None and rows >= DIVIDED_ROWS
 
     @cached_property

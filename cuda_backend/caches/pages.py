@@ -82,7 +82,7 @@ class Pages:
                 cupy.cuda.runtime.memsetAsync(address + page * block, 0, block, self.stream.ptr)
 
     def truncate(self, slot: int, positions: int) -> None:
-        """Free the pages of a slot after so many positions; work launched on the stream before may still read them."""
+        """Free the pages of a slot after its first `positions`; work launched on the stream may still read them."""
         kept = min(self.held[slot], -(-positions // PAGE))
         self.free += self._numbers[slot, kept : self.held[slot]].tolist()
         self.held[slot] = kept

@@ -299,7 +299,7 @@ class Recurrent:
 
 
 def rows_bytes(kinds: Kinds, batches: int) -> int:
-    """Count the device bytes of the rows of steps, for so many micro-batches whose steps alternate."""
+    """Count the device bytes of the rows of steps, for `batches` micro-batches whose steps alternate."""
     return 8 * batches * MAX_DECODE_ROWS * sum(sum(layer.row_parts(spec)) for layer, spec in kinds)
 
 

@@ -24,7 +24,7 @@ CODE = ["sympy", "networkx", "django", "sqlalchemy", "pandas", "scipy", "scikit-
 PROSE = "botocore"
 MOST = 16_000_000  # characters of each kind
 SAMPLE = 12_000_000  # characters that the tokenizer is trained on
-HELD_OUT = 40  # one document in so many
+HELD_OUT = 40  # one document in HELD_OUT is not trained on
 LEAST_PROSE = 60  # characters of a description that is kept
 
 

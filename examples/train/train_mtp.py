@@ -48,7 +48,7 @@ LENGTH, PROMPT, CORPUS = 256, 96, 4_000_000  # tokens of a text; of its prompt, 
 READS = 2  # how often each text is trained on
 DEPTH = 4  # draft tokens that the loss covers
 WEIGHTS = (1.0, 0.7, 0.5, 0.4)  # of their parts of the loss
-ROWS = 3  # one row in so many counts in the loss
+ROWS = 3  # one row in ROWS counts in the loss
 HELD_OUT, NEW = 12, 64  # files that are not trained on; tokens after a prompt of each
 DELTA = {  # names of a Gated DeltaNet layer, of GGUF and of Hugging Face
     "attn_qkv": "linear_attn.in_proj_qkv",

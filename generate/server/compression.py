@@ -37,7 +37,7 @@ class Compression:
     threshold: int
 
     def keep_ratio(self, tokens: int) -> float:
-        """Return the share of chunks to keep of a prompt of so many tokens, interpolated linearly between points."""
+        """Return the share of chunks to keep of a prompt of `tokens` tokens, interpolated linearly between points."""
         lengths, shares = zip(*self.curve, strict=True)
         return float(np.interp(tokens, lengths, shares))
 

@@ -36,7 +36,7 @@ class Upstream:
     model: str | None = None
 
     def client(self, max_connections: int) -> httpx2.AsyncClient:
-        """Make an HTTP client of at most so many connections, which ignores redirects and the machine's proxies."""
+        """Make an HTTP client of at most `max_connections`, which ignores redirects and the machine's proxies."""
         return httpx2.AsyncClient(
             timeout=httpx2.Timeout(SILENT, connect=CONNECTING, write=WRITING),
             limits=httpx2.Limits(max_connections=max_connections),

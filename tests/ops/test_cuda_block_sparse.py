@@ -29,7 +29,7 @@ def ops():
 
 
 def sparse(ops, rows, steps, D, slots=1):
-    """Attention of all rows, which one sequence reads in steps of so many rows."""
+    """Attention of all rows, which one sequence reads in `steps`, a number of rows each."""
     q, k, v = rows
     pool = ops.new_pool([{"kv": KVSpec(K, D, D)}], slots, len(q) + 200)
     state, out, at = [pool.new_state() for _ in range(slots)][-1], [], 0

@@ -67,7 +67,7 @@ def test_one_row_of_each_sequence(D, ops):
     single, alone = zip(*(mixer_on(ops, 40, D) for _ in range(n)), strict=True)
 
     def step(sizes: dict[int, int]) -> None:
-        """The next rows of the sequences that `sizes` names, so many of each; the first of each is committed."""
+        """The next rows of sequences, by `sizes` rows per sequence; the first row of each is committed."""
         rows = [[8 * i + places[i] + t for t in range(size)] for i, size in sizes.items()]
         parents = np.concatenate(
             [[PAST, *range(at, at + len(r) - 1)] for at, r in zip(firsts(sizes), rows, strict=True)]
@@ -94,7 +94,7 @@ def test_one_row_of_each_sequence(D, ops):
 
 
 def firsts(sizes: dict[int, int]) -> list[int]:
-    """The first row of each sequence in a step of so many rows of each."""
+    """The first row of each sequence in a step of `sizes` rows per sequence."""
     return [0, *np.cumsum(list(sizes.values()))][:-1]
 
 

@@ -93,7 +93,7 @@ def launched(ops, monkeypatch):
 
 
 def in_groups_of(rows, vocab, ops, monkeypatch):
-    """Bound the memory for drawing to that of so many rows."""
+    """Bound the memory for drawing to that of `rows` rows."""
     monkeypatch.setattr(sampling_of, "WORKSPACE", rows * 8 * (vocab + 2 * sampling_of.DRAW_BINS) + 100)
     ops.context.arena.passing = Memory(0)
 
