@@ -54,10 +54,9 @@ def attention_to(
 
     Between two `yield`s one step of the model, or the shares of one layer, are computed.
 
-    For each query the largest share of any layer and head is taken; these are averaged over the queries. The model
-    runs on its backend, where all rows but the last FULL may leave out keys, and the shares are computed on the host,
-    from keys in float16. Raises UsageError for a model without such layers or with tensor parallelism, and BimetalError
-    when `cancel` is set.
+    A token's share is the mean over the queries of the largest share in any layer and head. The model runs on its
+    backend, where all rows but the last FULL may leave out keys; the host computes the shares, from keys in float16.
+    Raises UsageError for a model without such layers or with tensor parallelism, and BimetalError when `cancel` is set.
     """
     if not isinstance(model, Model):
         raise UsageError("models that mlx-lm runs do not show their attention; use one that bimetal defines")

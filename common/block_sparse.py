@@ -1,7 +1,7 @@
 """Attention over a long text that leaves out blocks of keys to which a block of queries attends little.
 
-After PFlash: of the keys before it, a block of queries sees the first blocks, the latest ones, and those that it
-probably attends to most, by the mean of its queries and the mean of a block's keys. The cost of a token is bounded.
+As in PFlash, a block of queries sees the first and the latest blocks of keys before it, and the blocks to which it
+probably attends most, by the mean of its queries and the mean of a block's keys. The cost of a token is bounded.
 """
 
 from collections.abc import Iterator

@@ -69,7 +69,7 @@ def _glm(rule: str, name: str, schema: Mapping[str, Any], literals: _Literals) -
 def _arguments(rule: str, schema: Mapping[str, Any], literals: _Literals, frame: tuple[str, str, str, str]) -> str:
     """Write a call whose arguments have the order of the schema: strings as they are, other values as JSON.
 
-    frame  what begins the call, what begins a value after the key {}, what ends a value, and what ends the call
+    frame  texts at the beginning of the call, before a value (with its key {}), after a value, and after the call
     """
     begin, opening, closing, end = frame
     properties = schema.get("properties")

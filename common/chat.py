@@ -68,7 +68,7 @@ def chat_prompt(
 
     think          whether the assistant reasons before it answers; None: the template's default
     parse_special  control tokens that are spelled out in the conversation count as such
-    context        tokens beyond which a prompt is refused before it is encoded, where that is certain; None: any number
+    context        maximum tokens: a text that is certainly longer is refused before it is encoded; None: no maximum
     template       further variables of the template; add_generation_prompt=False ends after the last message
     """
     source = _source(vocabulary, tools)
@@ -103,8 +103,8 @@ def _templates_own(
 ) -> list[tuple[int, int, int]]:
     """Select the `control` tokens of `text` that the template wrote: start, end and id of each.
 
-    Raises BimetalError where a template takes the punctuation of messages as its own syntax, and what it wrote cannot
-    be told from what the messages hold.
+    Raises BimetalError if a template takes the punctuation of messages as its own syntax, so that control tokens of
+    the template cannot be distinguished from text of the messages.
     """
     marks = {c for token in vocabulary.control_tokens for c in token if not (c.isalnum() or c.isspace() or c == "_")}
     other = next(c for c in _STAND_INS if c not in marks)

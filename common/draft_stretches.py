@@ -174,10 +174,11 @@ class DraftStretches:
 
 
 class _Accepted:
-    """The nodes of one sequence's draft that the model chose, and the tokens that it chose after them.
+    """One sequence's accepted nodes of a draft.
 
-    path, tokens  of the same length; a reply that ends within the path keeps the part up to its end
-    rows          of the draft, with its root
+    path    accepted nodes, the root first; a reply that ends within the path keeps the part up to its end
+    tokens  the token that the model chose after each node of `path`
+    rows    number of rows of the draft, with its root
     """
 
     __slots__ = ("path", "rows", "sequence", "stretch", "tokens")

@@ -51,9 +51,9 @@ class Engine:
     tokens            maximum tokens of all sequences together, if they share a pool; None: `parallel` full contexts
 
     step_tokens  histogram of the steps so far by their tokens: tokens of a prompt, or new tokens of replies
-    deliver      function that is called when pieces that were put should reach their callers: with a reply's first
-                 token, and at the end of a turn. If the next turn begins with a launch, it is called after that launch,
-                 because threads that wake up may delay the launch
+    deliver      function that sends pieces of replies to their callers. It is called at a reply's first token and at
+                 the end of a turn; if the next turn begins with a launch, after that launch, because threads that
+                 wake up may delay the launch
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class Engine:
             if each in self._open:
                 self._end(each)
         if self.suspended:
-            self._moved(self._suspended.resume(self.running))
+            self._after_move(self._suspended.resume(self.running))
         elif self.waiting and len(self.running) < self.parallel:
             self.schedule.admit(self.waiting, self._begin)
             if begun := [each for each in self.running if each.request is None and not each.reads]:
@@ -540,7 +540,7 @@ class Engine:
         if self._launched:
             self._finish_launched()
         else:
-            self._moved(self._suspended.make_room(self.running, error))
+            self._after_move(self._suspended.make_room(self.running, error))
 
     def _advance(self, sequence: Sequence, answer: Any) -> None:
         """Send a decoder the answer to its request, and handle its requests until it needs rows or a draft, or ends."""
@@ -552,7 +552,7 @@ class Engine:
         if not goes_on:
             self._end(sequence)
 
-    def _moved(self, failed: Ended | None) -> None:
+    def _after_move(self, failed: Ended | None) -> None:
         """Divide the rows again after a state was moved to or from the host; end the sequence whose move failed."""
         if failed is not None:
             self._end(*failed)

@@ -55,7 +55,7 @@ class Mixture:
 class Machine:
     """Rates of a machine and of an engine on it; rates are bytes per second, times seconds.
 
-    memory      of the machine, or of its GPU where that has memory of its own
+    memory      of the machine, or of its GPU if the GPU has its own memory
     bandwidth   at which the GPU reads weights
     disk        of cold reads, in pieces of an expert
     cached      of reads from the system's cache

@@ -101,7 +101,7 @@ def check_regular(path: Path) -> None:
 
 
 def hold(file: IO[bytes]) -> None:
-    """Mark an open file as in use, for `is_held` of any process, until all that is opened or mapped of it is closed."""
+    """Mark an open file as in use, for `is_held` of any process, until all its handles and mappings are closed."""
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
 

@@ -17,7 +17,7 @@ from common.group import Group, Order
 from common.saving import save_in_parts
 from common.step import Parts, Pool, Shape, State, Step
 
-# (model, states of several sequences, layers of each that are its own, a step of each) -> what runs them as one step
+# (model, states of several sequences, own layers of each, a step of each) -> (model, state, step) of one joined step
 Join = Callable[[Any, Sequence[State], Sequence[int], Sequence[Step]], tuple[Any, Any, Step]]
 T = TypeVar("T")
 STEP_FUNCTIONS = 256  # that a follower keeps, since a backend may have captured their steps

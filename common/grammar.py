@@ -20,7 +20,7 @@ WHITE_SPACE = r"\n[ ]{0,24}|[ ]{1,2}"
 SCHEMA_ERROR = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: ")
 SHOWN = re.compile(r"<state>|\n +\d+ \| ")  # what llguidance shows after the words of an error
 OF, GUIDANCE = "$comment", "x-guidance"  # keys of a schema: the name of its owner, and options of llguidance
-COMBINING = ("allOf", "anyOf", "oneOf", "$ref")  # keys whose schemas apply to the same value as those beside them
+COMBINING = ("allOf", "anyOf", "oneOf", "$ref")  # keys whose schemas apply to the same value as the keys beside them
 OPENING = {"additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties"}  # other properties
 BOUNDS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 LISTING = {"multipleOf", "enum", "const"}  # keys that bound an integer, or do not go with bounds
@@ -185,7 +185,7 @@ def json_rule(name: str, schema: Any, owner: str, lenient: bool = False) -> str:
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema in which objects that name properties have no others, unless it says something about others.
+    """Forbid other properties in objects whose schema names properties, unless it has a keyword about others.
 
     A weak model would otherwise add properties to the end of the context; llama.cpp, and vLLM by xgrammar, close
     objects too. A schema whose parts describe one object together, such as an allOf, is returned as it is.

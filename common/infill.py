@@ -83,9 +83,9 @@ MOST_COMPARED = 256  # candidates of a draw, the best ones; each is compared wit
 def certain(tokenizer: Tokenizer) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function for `Sampling.reweigh` that ends a reply rather than write an uncertain token.
 
-    It is llama.cpp's sampler "infill": it ends the reply where the tokens that end it are likely together. Otherwise
-    tokens of which one begins the other count as one, and those of at least a fifth, and of more than an even share
-    of what is left, may be drawn, or else the end.
+    It is llama.cpp's sampler "infill". It ends the reply if the tokens that end it are probable together. Otherwise a
+    token and another one that begins with its text count as one, and tokens with a probability of at least a fifth
+    remain; those with at least an even share, and the end, may be drawn. If no token remains, the reply ends.
     """
     ends = tokenizer.end_ids | tokenizer.fim.ids
     controls = tokenizer.control_ids

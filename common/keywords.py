@@ -71,7 +71,7 @@ def with_keywords(options: type[Options], function: Callable[..., Any]) -> Calla
     """Return `function` with the fields of `options` as keyword arguments in place of its last parameter.
 
     An unknown name is a TypeError that names the nearest option. An option that is not given, or None, takes the value
-    in `recommended_options` of the object that the function is a method of, where there is one.
+    in `recommended_options` of the method's object, if the object has that attribute.
     """
     own = inspect.signature(function)
     leading = list(own.parameters.values())[:-1]

@@ -239,8 +239,8 @@ class Saved:
     model    name of the model
     windows  (W, N) int32: the tokens that were read
     best     (n,) int32: the most probable token of each scored row
-    codes    (n, vocab) uint16, memory-mapped: log-probabilities in steps of CODE_NATS below their row's best, so an
-             entry is off by at most 0.00025 nats, and those under e^-32 of the best count as e^-32 of it
+    codes    (n, vocab) uint16, memory-mapped: how many steps of CODE_NATS a log-probability is below its row's best;
+             the error is at most 0.00025 nats, and the minimum probability e^-32 of the best
     """
 
     model: str

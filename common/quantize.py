@@ -23,7 +23,7 @@ GGUF_TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")  # encoded by the gguf pac
 FLOAT_TYPES = ("F32", "F16", "BF16")
 _SMALLEST_SCALE = np.float32(1e-7)
 _FP4_MIDDLES = (FP4_VALUES[1:8] + FP4_VALUES[:7]) / 2  # all of them quarters
-# the code by a size in quarters, rounded up: the middles below it, so that a tie takes the smaller value
+# code by magnitude in quarters, rounded up: the number of middles below it; a tie takes the smaller value
 _FP4_CODES = (np.arange(25)[:, None] > 4 * _FP4_MIDDLES).sum(axis=1).astype(np.uint8)
 
 

@@ -34,7 +34,7 @@ class BusyError(BimetalError):
 
 
 class Item(Protocol):
-    """The policy's view of a sequence.
+    """A sequence as the schedule reads it.
 
     priority  higher begins first, and has its prompt read first
     arrival   number that grows from one sequence to the next

@@ -25,7 +25,7 @@ class Suspended:
     def make_room(self, running: list[Sequence], error: NoRoomError) -> Ended | None:
         """Free memory for a step that had none: empty an idle slot, else suspend one of `running`.
 
-        Returns a sequence that must end instead, because it runs alone or its state cannot be saved.
+        If the only running sequence lacks memory, or a state cannot be saved, returns the sequence that must end.
         """
         if self._memory.forget_one(self._taken(running)):
             return None

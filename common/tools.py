@@ -33,8 +33,8 @@ class Syntax(NamedTuple):
 
     parse  function that parses the text between the tags; returns None if that text ends inside a value, so that the
            closing tag belongs to the value; raises ValueError if the text is no call
-    cut    function that parses the beginning of a call: returns its name and the arguments so far, JSON text that ends
-           where the call does; None before the end of the name
+    cut    function that parses the beginning of a call: returns its name and the arguments so far, as JSON
+           text that is cut where the call is; None before the end of the name
     lead   text that follows <tool_call> and white space in every call
     bare   text that begins a call of the tool {} for models that often omit <tool_call>
     """

@@ -87,8 +87,8 @@ class UndecodableError(BimetalError):
 def decoded(read: Callable[[], str], what: str) -> str:
     """Return the text of stdin that `read` returns, named `what` in errors.
 
-    Raises BimetalError if bytes of it, which come as half surrogate pairs, are not UTF-8, and UndecodableError where
-    an encoding that cannot hold such bytes, such as UTF-16, refuses them.
+    Raises BimetalError for bytes that are not UTF-8, which the text holds as half surrogate pairs, and
+    UndecodableError if the encoding of stdin, such as UTF-16, cannot hold such bytes.
     """
     try:
         text = read()

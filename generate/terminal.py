@@ -47,7 +47,7 @@ def show(stream: Stream, waiting: "Waiting") -> None:
 
 @contextmanager
 def cancelled_by_ctrl_c(stream: Stream, once: bool) -> Iterator[None]:
-    """Have Ctrl-C end the reply at its next step, so that its text so far is kept and its stats are read.
+    """Let Ctrl-C end the reply at its next step; its text so far is kept, and its stats can be read.
 
     once  a second Ctrl-C raises KeyboardInterrupt; False: it changes nothing, as the reply is ending
     """

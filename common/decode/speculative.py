@@ -173,20 +173,20 @@ class PlainStretches:
     """Plain decoding until a budget is chosen, in stretches of steps: the StretchPlan of `plain`.
 
     A budget is chosen, and the tuner learns what steps took, once per stretch: a step may be as short as the host's
-    work for it. The first token ends a stretch of its own, since no step was launched ahead of it. A stretch in
-    which the run could have no draft tokens is not timed, and its first token needs no stretch of its own.
+    work for it. The first token is a stretch of its own, because no step was launched ahead of it. A stretch in which
+    the run could have no draft tokens is not timed, and includes its first token.
 
-    is_prompts  whether the first token is that after the prompt, for which no step was taken
-    is_limited  whether the run could have no draft tokens in a part of this stretch
-    read        tokens of this stretch
-    due         tokens from this stretch's first to the one before the next choice
-    token       the newest token, at the end of a stretch
-    budget      the one that was chosen last
+    follows_prompt  whether the first token is the one after the prompt, for which no step was taken
+    is_limited      whether the run could have no draft tokens in a part of this stretch
+    read            tokens of this stretch
+    due             tokens from this stretch's first to the one before the next choice
+    token           the newest token, at the end of a stretch
+    budget          the budget that was chosen last
     """
 
-    def __init__(self, run: DecoderRun, drafter: Drafter, budgets: Budgets, is_prompts: bool):
+    def __init__(self, run: DecoderRun, drafter: Drafter, budgets: Budgets, follows_prompt: bool):
         self.run, self.drafter, self.budgets = run, drafter, budgets
-        self.is_prompts, self.switched = is_prompts, not is_prompts
+        self.follows_prompt, self.switched = follows_prompt, not follows_prompt
         self.read: list[int] = []
         self.token, self.budget, self.due = 0, 0, budgets.plain_steps()
         self.is_limited = run.most_drafted == 0
@@ -213,18 +213,18 @@ class PlainStretches:
     def on_stretch_read(self) -> None:
         """Record the time of a stretch, whose last token has been read, and begin the next one."""
         ended, steps = time.perf_counter(), len(self.read)
-        self.run.stats.add_plain(steps - self.is_prompts, ended - self.started)
-        if not (self.is_prompts or self.is_limited):
+        self.run.stats.add_plain(steps - self.follows_prompt, ended - self.started)
+        if not (self.follows_prompt or self.is_limited):
             self.budgets.record(0, [0], (ended - self.started) / steps, self.switched, steps)
         self.switched, self.is_limited = False, self.run.most_drafted == 0
         self.drafter.extend(self.read)
-        self.token, self.due, self.is_prompts, self.started = self.read[-1], self.due - steps, False, ended
+        self.token, self.due, self.follows_prompt, self.started = self.read[-1], self.due - steps, False, ended
         self.read.clear()
 
     def close(self) -> None:
         """Count the steps of a stretch whose last token has not been read."""
         seconds = time.perf_counter() - self.started
-        self.run.stats.add_plain(max(len(self.read) - self.is_prompts, 0), seconds)
+        self.run.stats.add_plain(max(len(self.read) - self.follows_prompt, 0), seconds)
 
 
 def _step(

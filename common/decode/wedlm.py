@@ -118,7 +118,7 @@ class _Window:
     def confirm(self, following: np.ndarray, logits: Array) -> int:
         """Count leading positions up to the first doubtful one that differs from the token `following` its predecessor.
 
-        logits  of the leading positions; a doubtful one that is confirmed has the row before it, which confirms it
+        logits  of the leading positions; a confirmed position takes the row before it as the row it was chosen from
         """
         for i in range(1, len(following)):
             if self.base + i in self.doubtful:
@@ -326,7 +326,7 @@ def _fill(
 def _fill_checked(
     run: DecoderRun, window: _Window, masks: Sequence[int], done: Computed, following: int
 ) -> Generator[Request, Any, None]:
-    """Fill the first mask, and those that the options choose, which are doubtful where the model was not sure.
+    """Fill the first mask and the masks that the options choose; a fill is doubtful if the model was not sure of it.
 
     following  the most probable token after the leading run, which the first mask takes unless its own row is sure.
                If they differ, all other fills are doubtful, because their rows expected another token.

@@ -90,7 +90,7 @@ def read_config(checkpoint: Checkpoint) -> Config:
 
 
 def for_rank(c: Config, ranks: Ranks) -> Config:
-    """Return the configuration of one rank: its heads, latents that every rank holds, and its channels of the rest."""
+    """Return the configuration of one rank: its heads and channels; every rank holds all latents."""
     return replace(
         c,
         heads=ranks.divide(c.heads, "heads"),
@@ -163,7 +163,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     table = checkpoint.tensors.get("token_embd.weight")
     vocab = table.shape[0] if table else keys.size("vocab_size")
     if vocab != GLM_VOCAB or keys.get("expert_gating_func") != 1:
-        keys.expect("expert_gating_func", 2)  # where it is absent, the router's bias that the table asks for implies it
+        keys.expect("expert_gating_func", 2)  # if absent, the router's bias, which a model must have, implies it
     heads, rope_dim = keys.size("attention.head_count"), keys.size("rope.dimension_count")
     key_dim, value_dim = keys.size("attention.key_length_mla"), keys.size("attention.value_length_mla")
     if key_dim <= rope_dim:

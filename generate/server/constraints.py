@@ -21,7 +21,7 @@ EFFORT_BUDGETS = {"minimal": 512, "low": 2048}  # tokens of reasoning; higher ef
 
 
 @dataclass(frozen=True)
-class Choice:
+class ToolChoice:
     """Choice of a request: whether tools may or must be called.
 
     mode   "none", "auto" or "required"
@@ -32,7 +32,7 @@ class Choice:
     names: Collection[str] | None = None
 
     def shown(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the tools that the model sees: none, all, or where it may choose, those that may be called."""
+        """Return the tools that the model sees: none for "none", all for "required", else the tools of `names`."""
         if self.mode == "none":
             return []
         names = self.names if self.mode == "auto" else None
@@ -50,13 +50,13 @@ class Form:
     field: str
 
 
-def openai_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
+def openai_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> ToolChoice:
     """Return the `tool_choice` of Chat Completions and Responses."""
     given = fields.values.get("tool_choice")
     if given is None or isinstance(given, str):
         if given not in (None, "none", "auto", "required"):
             raise fields.refuse("tool_choice", "it must be none, auto, required or a tool")
-        return _checked(fields, Choice(given or "auto"), tools)
+        return _checked(fields, ToolChoice(given or "auto"), tools)
     chosen = fields.object("tool_choice")
     assert chosen is not None
     kind = chosen.text("type")
@@ -65,32 +65,32 @@ def openai_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
     if kind not in ("function", "custom"):
         raise chosen.refuse("type", "it must be function, custom or allowed_tools")
     named = chosen.object(kind) or chosen
-    return _checked(fields, Choice("required", [named.need("name", TEXT)]), tools)
+    return _checked(fields, ToolChoice("required", [named.need("name", TEXT)]), tools)
 
 
-def _allowed(fields: Fields, allowed: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
-    """Return the choice of `allowed_tools`: its list names those of the request's tools that may be called."""
+def _allowed(fields: Fields, allowed: Fields, tools: Sequence[dict[str, Any]]) -> ToolChoice:
+    """Return the choice of `allowed_tools`, which lists tools of the request that may be called."""
     names = [
         (tool.object(tool.text("type", "")) or tool).need("name", TEXT) for tool in allowed.objects("tools", MOST_TOOLS)
     ]
     if not names:
         raise allowed.refuse("tools", "it must name at least one of the tools")
-    return _checked(fields, Choice(allowed.choice("mode", "auto", "required", default="auto"), names), tools)
+    return _checked(fields, ToolChoice(allowed.choice("mode", "auto", "required", default="auto"), names), tools)
 
 
-def anthropic_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
+def anthropic_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> ToolChoice:
     """Return the `tool_choice` of Messages."""
     given = fields.object("tool_choice")
     if given is None:
-        return Choice("auto")
+        return ToolChoice("auto")
     mode = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}.get(given.need("type", TEXT))
     if mode is None:
         raise given.refuse("type", "it must be auto, any, tool or none")
     names = [given.need("name", TEXT)] if given.values["type"] == "tool" else None
-    return _checked(fields, Choice(mode, names), tools)
+    return _checked(fields, ToolChoice(mode, names), tools)
 
 
-def _checked(fields: Fields, choice: Choice, tools: Sequence[dict[str, Any]]) -> Choice:
+def _checked(fields: Fields, choice: ToolChoice, tools: Sequence[dict[str, Any]]) -> ToolChoice:
     names = [tool["function"]["name"] for tool in tools]
     if (choice.mode == "required" and not names) or not set(choice.names or ()) <= set(names):
         known = ", ".join(names[:20]) or "none"
@@ -194,7 +194,7 @@ def call_syntax(facts: Facts) -> Syntax | None:
 
 
 def grammar_of(
-    facts: Facts, tools: Sequence[dict[str, Any]], choice: Choice, form: Form | Grammar | None, several: bool
+    facts: Facts, tools: Sequence[dict[str, Any]], choice: ToolChoice, form: Form | Grammar | None, several: bool
 ) -> Grammar | None:
     """Return the grammar of a reply: calls that are required, else JSON of `form`, beside which tools may be called.
 

@@ -44,7 +44,7 @@ class Chat:
 class Grammar:
     """A grammar that a reply must follow, in a language of `lark_of`.
 
-    field  of the request, which holds the schema of the reply, or the tools whose calls alone are allowed
+    field  of the request that holds the schema of the reply, or its tools if the reply must call one
     """
 
     text: str

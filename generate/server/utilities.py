@@ -56,7 +56,7 @@ def tokenize(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
 
 
 def piece(text: str, data: bytes) -> str | list[int]:
-    """Return a token as llama.cpp shows it: its text, or its bytes where they are no UTF-8 on their own."""
+    """Return a token as llama.cpp shows it: its text, or its bytes if these are not UTF-8 by themselves."""
     return text if text.encode() == data else list(data)
 
 
