@@ -21,7 +21,7 @@ Found = tuple[list[int], list[tuple[int, int, int]]]
 def cuts_of(added: Mapping[int, AddedToken], control: Collection[int]) -> dict[str, int] | None:
     """Return the tokens at which the package cuts a text before anything else, with their ids.
 
-    None where what they leave is not encoded by itself, or where they lack a token of `control`.
+    None if the text between them is not encoded independently of them, or if a token of `control` is not among them.
     """
     raw = {id: token for id, token in added.items() if not token.normalized}
     if any(token.lstrip or token.rstrip or token.single_word for token in added.values()):

@@ -82,7 +82,7 @@ class ExpertCounters:
         self.waits = np.zeros(self.layers)
 
     def stats(self, earlier: ExpertStats | None = None) -> ExpertStats:
-        """Return what was counted, or what was counted since `earlier`."""
+        """Return the counts so far, or their increase since `earlier`."""
         p50, p95 = np.percentile(list(self.reads), (50, 95)) if self.reads else (0.0, 0.0)
         counts = ("tokens", "hits", "misses", "bytes_read", "evictions", "prefetched")
         since = {name: getattr(self, name) - (getattr(earlier, name) if earlier else 0) for name in counts}

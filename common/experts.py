@@ -50,7 +50,7 @@ class Key(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A copy to do: `key` into `slot` of its layer's pool, where it replaces `replaces` if the slot was in use."""
+    """A copy to make: expert `key` into `slot` of its layer's pool, in place of `replaces` if the slot is in use."""
 
     key: Key
     slot: int
@@ -73,7 +73,7 @@ class Placement(NamedTuple):
 @dataclass
 class _Entry:
     load: Load
-    step: int  # in which it was last used, or its load began
+    step: int  # number of the step that used it last, or, if none did, that began its load
     is_loading: bool = True
     uses: int = 0
 

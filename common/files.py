@@ -17,7 +17,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a write, which nam
 
 @contextmanager
 def rewriting(path: Path) -> Iterator[IO[bytes]]:
-    """Open a binary file, for writing and seeking, whose bytes are those of `path` once the block has ended well.
+    """Open a binary file for writing and seeking; its bytes replace those of `path` if the block ends without error.
 
     A regular or new file is written under another name and renamed; a symbolic link is followed and kept. A device
     or a pipe gets the bytes at the end, in order. Raises OSError.

@@ -154,7 +154,7 @@ def remove(models: list[CachedModel]) -> int:
 
 
 def _remove_repository(folder: Path, storage: Path) -> None:
-    """Remove a repository's folder, through huggingface_hub where it knows the commits, whose blobs may be shared."""
+    """Remove a repository's folder, through huggingface_hub if it lists its commits, because they may share blobs."""
     info = _scan(folder)
     repos = [repo for repo in info.repos if repo.repo_path == storage]
     if commits := [revision.commit_hash for repo in repos for revision in repo.revisions]:

@@ -417,8 +417,8 @@ def array_of(logits: Any) -> Array:
 def tokens_of(ops: Ops, tokens_of_each: Sequence[Any]) -> Any:
     """Join the tokens of each of several sequences.
 
-    If they are of one sequence, or all tokens that one joined step chose, in its order, the result is an array on the
-    device: the next step can then be launched before the host knows its tokens. Else they are copied to the host.
+    The result is an array on the device if there is one sequence, or if one joined step chose all the tokens, in this
+    order: the next step can then be launched before the host knows its tokens. Else it is an array on the host.
     """
     first = tokens_of_each[0]
     if len(tokens_of_each) == 1:

@@ -99,7 +99,7 @@ class Slot:
     def _mark(self, prompt: list[int], reading: Reading) -> Mark | None:
         """Return the last mark at which the prompt can continue.
 
-        A prompt that ends at a mark needs its logits, and a reading that leaves nothing to the decoder.
+        If the prompt ends at the mark, the mark must have logits, and `reading` must end there too.
         """
         for mark in reversed(self.marks):
             n = mark.length

@@ -301,7 +301,7 @@ def _check_text(text: str) -> None:
 
 @contextmanager
 def _without_panic() -> Iterator[None]:
-    """Raise BimetalError where the package panics, as it does where a file's regular expression takes too long."""
+    """Raise BimetalError if the package panics, as it does if a regular expression of the file takes too long."""
     try:
         yield
     except BaseException as error:

@@ -268,7 +268,7 @@ def _cut_value(tags: _Tags, value: str, types: Collection[str]) -> str:
 
 
 def _closing(tags: _Tags, body: str, start: int, after: re.Pattern[str]) -> re.Match[str] | None:
-    """Find the tag that ends the value at `start`, not one of a pair inside the value or one before more of it."""
+    """Find the tag that ends the value at `start`: no tag of a pair inside the value, and `after` matches after it."""
     depth = 0
     for tag in tags.tags.finditer(body, start):
         if tag[0] != tags.close:

@@ -50,7 +50,7 @@ def run(options: ModelBench) -> int:
         [found.name for found in usable()] if options.backend == "all" else [choose(options.backend, checkpoint).name]
     )
     rows: list[dict[str, object]] = []
-    for name in names:  # each in a thread of its own, at whose end its memory is given back
+    for name in names:  # each in its own thread: the end of the thread frees its memory
         owner, stop = OwnerThread(f"bench {name}", leave_thread), threading.Event()
         job = partial(_bench_backend, path, checkpoint, name, options, name == names[0], stop)
         try:

@@ -19,10 +19,10 @@ STRIDE = 4  # tokens of a text from one place to the next
 class Overlap:
     """Sums over `places` of sampled texts.
 
-    overlap    1 minus the total variation distance of the target's distribution and the draft's; the draft's has its
-               likeliest tokens alone, so that the sum is a lower bound
+    overlap    1 minus the total variation distance of the target's distribution and the draft's; of the draft only its
+               most probable tokens count, so that the sum is a lower bound
     coupled    places at which the draft token that is coupled to the draw is the text's
-    likeliest  places at which the draft's likeliest token is the text's
+    likeliest  places at which the draft's most probable token is the text's
     """
 
     places: int = 0

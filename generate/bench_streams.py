@@ -182,9 +182,9 @@ def _model(options: StreamsBench, capacity: int) -> Model:
 
 
 def measure(engine: Engine, count: int, context: int, new_tokens: int) -> Result:
-    """Measure `count` calls at once, which go on until the last of them to begin has `new_tokens` tokens.
+    """Measure `count` calls at once, until each has `new_tokens` tokens.
 
-    Raises BimetalError if one has ended before.
+    Raises BimetalError if a reply ends before the last one begins.
     """
     random = np.random.default_rng(0)
     streams: list[Stream] = []

@@ -236,7 +236,7 @@ def _stored(checkpoint: Checkpoint) -> str:
 
 
 def _best(candidates: list[Candidate], needs: dict[tuple[str, int], Need], limit: int) -> Candidate | None:
-    """Choose the largest weights that fit with 32768 tokens, or with all that model or user ask for, else with fewer.
+    """Choose the largest weights that fit with 32768 tokens, or the limit of model or user if lower; else with fewer.
 
     Among weights of equal size in memory (on a backend that decodes them), choose those with the most stored bytes.
     """

@@ -18,9 +18,9 @@ class Interrupted(Exception):  # noqa: N818  a key, no error
 
 
 def line_reader(*completions: Sequence[str]) -> Callable[[str], str]:
-    """Return a function of a prompt that returns the line, or the pasted lines, that a person enters.
+    """Return a function that takes a prompt and returns the line, or the pasted lines, that a person enters.
 
-    completions  commands to complete, by what they begin with
+    completions  groups of commands that the Tab key completes
 
     The function raises EOFError at the end of input and Interrupted on Ctrl-C.
     """

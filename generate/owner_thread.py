@@ -33,7 +33,7 @@ class Inbox:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, due: Callable[[Callable[[], None]], object]) -> None:
-        # queues refer to their loop, and a loop must not outlive its close for items that nobody fetched
+        # weak references: queues refer to their loop, and items that nobody fetched must not keep a closed loop alive
         self._loop, self._due = weakref.ref(loop), due
         self._items: deque[tuple[weakref.ref[asyncio.Queue[Any]], Any]] = deque()
         self._is_due = False

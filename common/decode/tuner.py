@@ -40,7 +40,7 @@ class Tuner:
 
     The budgets next to the best one, and plain decoding, are tried again for a few steps from time to time, so that a
     choice can change. Trials cost at most a share of the time, SHARES: the smaller share while plain decoding is best,
-    because a budget that is faster is then found by any trial.
+    because any trial then finds a budget that is faster.
 
     first  FIRST, or FIRST_RECORDED where steps that compile are not recorded
     """

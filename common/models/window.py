@@ -65,7 +65,7 @@ def windowed(model: Model, window: int) -> Model:
 
 
 def bounded(model: Model, size: int) -> Model:
-    """Return `model` whose full layers hold keys and values of at most `size` tokens, the first SINKS among them."""
+    """Return `model` with at most `size` tokens in the caches of its full layers: the first SINKS and the latest."""
     return _with_ops(model, Bounded, "max_kv_size", size, 2 * SINKS, SINKS)
 
 

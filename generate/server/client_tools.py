@@ -1,6 +1,6 @@
-"""Tools of Messages: which are left out, and the inputs of those that a client sends without a schema.
+"""Tools of Messages: types that are left out, and the inputs of tools that a client sends without a schema.
 
-The inputs are those that Anthropic documents. The date in a tool's type is its version. Before 20250429 the editor
+The inputs are as Anthropic documents them. The date in a tool's type is its version. Before 20250429 the editor
 could undo, and before 20250728 `insert` took its text as `new_str`.
 """
 

@@ -19,7 +19,7 @@ from generate.llm import LLM
 from generate.server.task import Chat, Task, rendered
 
 KEEP_RATIO = 0.05  # default
-PIECE = 32_768  # most tokens that the drafter reads at once, which holds their keys and values, and the host a copy
+PIECE = 32_768  # maximum tokens that the drafter reads at once: it holds their keys and values, and the host a copy
 GAP = " … "  # between parts of a text that were not adjacent
 
 

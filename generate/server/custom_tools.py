@@ -7,7 +7,7 @@ from generate.server.fields import TEXT, Fields
 
 
 def parameters_of(tool: Fields) -> dict[str, Any]:
-    """Return the parameters of a custom tool. A grammar of its text is shown to the model, which may depart from it."""
+    """Return the parameters of a custom tool. The model sees the grammar of its text, but may not follow it."""
     text = {"type": "string"}
     form = tool.object("format")
     if form is not None and form.choice("type", "text", "grammar") == "grammar":
