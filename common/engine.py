@@ -381,7 +381,7 @@ class Engine:
             if not sequence.commit_prompt_step(step, logits, self.prefixes):
                 sequence.decode(logits)
                 self._decode([sequence])
-        except BaseException as error:  # of the caller's own function, sys.exit included
+        except BaseException as error:  # raised by the caller's function, sys.exit included
             self._end(sequence, error)
         self.step_tokens.observe(len(step) + sequence.new_tokens)
 
