@@ -14,7 +14,7 @@ from cuda_backend.arrays import Array
 from cuda_backend.context import Context
 from cuda_backend.launch import kernel
 from cuda_backend.memory import Memory, upload
-from cuda_backend.rows import out_of_arena, pieces_of
+from cuda_backend.rows import dense, out_of_arena, pieces_of
 from cuda_backend.to_host import Arrival
 from cuda_backend.views import float4_aligned, view
 
@@ -106,10 +106,14 @@ def _choose_in_place(context: Context, logits: Array, choose: Callable[[int, int
 
 def best_of_rank(context: Context, logits: Array, first: int) -> Array:
     """Return the best of a rank's logits (T, n), of the tokens from `first` on: (T, 4), in the arena, for `gather`."""
-    T, V = logits.shape
-    pieces, stream, arena = pieces_of(V), context.stream, context.arena
+    (T, V), stream, arena = logits.shape, context.stream, context.arena
+    pieces = pieces_of(V)
     keys, best = arena.take(8 * T * pieces), arena.take(16 * T)
-    kernel("sample", "add_up")((pieces, T), (256,), (view(logits), V, 0, keys), stream=stream)
+    if float4_aligned(logits):
+        kernel("sample", "add_up")((pieces, T), (256,), (view(logits), V, 0, keys), stream=stream)
+    else:
+        args = dense(context, logits).address, V, keys
+        kernel("sample", "partial")((pieces, T), (256,), args, stream=stream)
     kernel("sample", "best_of_rank")((T,), (32,), (keys, pieces, first, best), stream=stream)
     return Array((T, 4), best)
 
