@@ -7,9 +7,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before NumPy is loaded: threads of tw
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from common.reference import NumpyOps
 
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")  # on a busy machine an example may take any time
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # MLX's float32 products on an M5 or an NVIDIA GPU: 10 bits of 23
 
 

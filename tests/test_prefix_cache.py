@@ -295,7 +295,7 @@ def poisoned(budget):
     return PrefixCache(b"", budget, freed=free), freed
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     history=st.lists(operations, max_size=40),
     budget=st.sampled_from([2000, 20_000, 40_000, 10**8]),

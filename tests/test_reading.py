@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from common.reading import GRID_POINTS, Reading, replies_in
 from common.step import MAX_DECODE_ROWS
 
-quick = settings(max_examples=100, deadline=None, derandomize=True)
+quick = settings(max_examples=100, derandomize=True)
 marks = st.dictionaries(st.integers(0, 2000), st.just("turn"), max_size=5)
 short = st.sampled_from([16, MAX_DECODE_ROWS])
 spans = st.lists(st.integers(0, 2000), max_size=6, unique=True).map(

@@ -17,7 +17,7 @@ from common.step import PAST, Step
 
 TEXT = tiny.golden("qwen35")["ids"].astype(np.int32)
 TREE = [PAST, 0, 1, 1, 0, 4, 2, 3]
-quick = settings(max_examples=6, deadline=None, derandomize=True)
+quick = settings(max_examples=6, derandomize=True)
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen35", "laguna", "glm", "bounded", "pair"])

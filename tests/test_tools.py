@@ -234,7 +234,7 @@ FRAGMENTS = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_text_in_any_pieces(data):
     text = "".join(data.draw(st.lists(FRAGMENTS, max_size=14)))

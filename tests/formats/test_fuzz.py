@@ -18,7 +18,7 @@ from common.quants import BLOCKS
 pytestmark = pytest.mark.filterwarnings("error")
 
 MEMORY = 2**20  # bytes; the files are about 5 kB, and 1-bit codes take 32 times their size as float32
-SECONDS = 5
+SECONDS = 5  # of this thread alone
 NUMBERS = [0, 1, 2, 8, 9, 13, 31, 64, 255, 1 << 16, 1 << 24, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 60]
 NUMBERS += [(1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 WORDS = [struct.pack("<Q", number) for number in NUMBERS]
@@ -99,7 +99,7 @@ def apply(data: bytes, edits: list[Edit]) -> bytes:
 
 def bounded(path: Path) -> bool:
     """`read_all`, under the limits on time and memory."""
-    start = time.perf_counter()
+    start = time.thread_time()
     tracemalloc.start()
     try:
         opened = read_all(path)
@@ -107,7 +107,7 @@ def bounded(path: Path) -> bool:
     finally:
         tracemalloc.stop()
     assert peak < MEMORY, f"{peak} bytes for a file of {path.stat().st_size}"
-    assert time.perf_counter() - start < SECONDS
+    assert time.thread_time() - start < SECONDS
     return opened
 
 
@@ -154,7 +154,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 )
-QUICK = settings(max_examples=200, deadline=None)
+QUICK = settings(max_examples=200)
 
 
 @QUICK

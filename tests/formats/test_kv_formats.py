@@ -284,7 +284,7 @@ def test_extreme_vectors(name, value):
         assert value or not out.any()
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(x=arrays(np.float32, 128, elements=st.floats(-100, 100, width=32)), name=st.sampled_from(CODED))
 def test_any_vector(x, name):
     """Codes are those of the vector alone, and a norm is kept where the format promises it."""

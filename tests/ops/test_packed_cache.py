@@ -25,7 +25,7 @@ FEW_PAIRS = [("q8_0", "lm4"), ("lm4", "lm3"), ("tq3_0", "tq3_0"), ("q4_0", "q5_1
 OTHERS = [pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS if pair not in FEW_PAIRS]
 EACH_FORMAT = [*zip((NATIVE, *FORMATS), (*FORMATS, NATIVE), strict=True)]  # as keys and as values
 EACH_THEN_OTHERS = [pair if pair in EACH_FORMAT else pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS]
-quick = settings(max_examples=10, deadline=None, derandomize=True)
+quick = settings(max_examples=10, derandomize=True)
 parent_lists = st.integers(1, 7).flatmap(lambda n: st.tuples(*(st.integers(PAST, t - 1) for t in range(n))))
 
 
