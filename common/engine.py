@@ -29,7 +29,7 @@ from common.sequence import Call, Sequence, Target
 from common.slot import Prefixes, Slot
 from common.slots import Slots
 from common.stretches import Stretches
-from common.suspended import Ended, Suspended
+from common.suspended import Failed, Suspended
 from common.tokenizer import Tokenizer
 from common.warm_up import Size, warm_up
 
@@ -552,7 +552,7 @@ class Engine:
         if not goes_on:
             self._end(sequence)
 
-    def _after_move(self, failed: Ended | None) -> None:
+    def _after_move(self, failed: Failed | None) -> None:
         """Divide the rows again after a state was moved to or from the host; end the sequence whose move failed."""
         if failed is not None:
             self._end(*failed)

@@ -6,7 +6,7 @@ from common.sequence import Sequence
 from common.slot import Slot
 from common.slots import Slots
 
-Ended = tuple[Sequence, Exception]  # a sequence that must end, and the error that it ends with
+Failed = tuple[Sequence, Exception]  # a sequence that must end, and the error that it ends with
 
 
 class Suspended:
@@ -22,7 +22,7 @@ class Suspended:
         self.sequences: list[Sequence] = []
         self.has_ended, self.count = False, 0
 
-    def make_room(self, running: list[Sequence], error: NoRoomError) -> Ended | None:
+    def make_room(self, running: list[Sequence], error: NoRoomError) -> Failed | None:
         """Free memory for a step that had none: empty an idle slot, else suspend one of `running`.
 
         If the only running sequence lacks memory, or a state cannot be saved, returns the sequence that must end.
@@ -56,7 +56,7 @@ class Suspended:
             each.granted = each.next_grant
         return True
 
-    def resume(self, running: list[Sequence]) -> Ended | None:
+    def resume(self, running: list[Sequence]) -> Failed | None:
         """Resume a sequence if memory may be free; return it if it does not fit even alone, or if loading fails."""
         if running and not self.has_ended:
             return None
