@@ -364,7 +364,7 @@ class Engine:
         """Run the next step of a prompt, or a part of one."""
         self._prompt_steps += 1
         try:
-            read = sequence.read(self._divides)
+            read = sequence.read(self._divides, beside=len(self.running) > 1)
         except NoRoomError as error:
             self._make_room(error)
             return

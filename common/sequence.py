@@ -234,12 +234,14 @@ class Sequence:
         plain = self.speculation.kind == "off" and target_of(model) is model is self.target.decoding
         return plain and self.call.shared == last and cached <= last
 
-    def read(self, divides: bool) -> tuple[Step, Array] | None:
+    def read(self, divides: bool, beside: bool) -> tuple[Step, Array] | None:
         """Run the next step of the prompt, or with `divides` its next part; return the step if it is complete.
 
         The step is returned with the logits (n, vocab) of the prompt's last row, or of no rows.
+
+        beside  other sequences run, so that short steps are divided too
         """
-        step, rows = self._prompt_step(divides)
+        step, rows = self._prompt_step(divides and beside)
         assert self.slot
         model, state = self.target.model, self.slot.state
         if not divides:
