@@ -100,7 +100,7 @@ def test_draws():
 
 @pytest.mark.compile
 def test_sampled_steps():
-    on_cpu("ops/test_cuda_sampling.py", "sampled_steps or argmax or chosen_tokens")
+    on_cpu("ops/test_cuda_sampling.py", "sampled_steps or greedy_steps or chains or argmax or chosen_tokens")
 
 
 @pytest.mark.compile
@@ -350,7 +350,7 @@ def test_sums_over_gpus(file):
     "chosen",
     [
         "test_logits[ and (llama or qwen35 and not moe) or lost or fails or forwarded or gpus or divide or part",
-        "by_nccl and llama",
+        "(by_nccl or greedy_tokens) and llama or hard_logits",
         pytest.param("test_logits and not llama", marks=pytest.mark.slow),
         pytest.param("alone or draws or api or prefixes or memory or refused", marks=pytest.mark.slow),
         pytest.param("prefill", marks=pytest.mark.slow),
