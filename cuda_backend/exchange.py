@@ -25,7 +25,7 @@ MOST_RANKS = len(PEERS.names or ())
 NUMBERS = 1 << 20  # most numbers of one exchange: 204 rows of 5,120; a longer step takes several
 SECONDS = 10  # timeout of a GPU that waits for another GPU's part
 RENEWED = 1 << 31  # exchanges after which numbers are reset, before they would overflow
-RESIDENT = 10  # CTAs of exchange_scale on a multiprocessor: kernels/exchange_norm.cu
+RESIDENT = 10, 4  # CTAs of exchange_scale on a multiprocessor, of two ranks and of more: exchange_norm.cu
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,6 @@ class Exchange:
     """Add up or concatenate one array of each GPU, in the order of `gpus`; a rank is an index into `gpus`.
 
     index    exchanges so far in the step that is being launched
-    before   size of the latest of these exchanges, in groups of four numbers
     passed   exchanges since the exchange numbers were reset
     pending  the last sum and its arrays, if its consumer may compute it
     names    all GPUs, for messages
@@ -61,13 +60,14 @@ class Exchange:
 
     def __init__(self, gpus: Sequence[Gpu], numbers: int = NUMBERS, seconds: float = SECONDS):
         self.numbers, self.seconds = numbers, seconds
-        self.index = self.before = self.passed = 0
+        self.capacity = -(-numbers // 128) * 128
+        self.index = self.passed = 0
         self.pending: list[tuple[Sum, Array]] = []
         self.ends: list[End] = []
         self.names = f"GPUs {','.join(str(gpu.index) for gpu in gpus)}"
         for gpu in gpus:
             with gpu.device:
-                buffer, state = Memory(3 * len(gpus) * numbers * 4), Memory(12)
+                buffer, state = Memory(2 * len(gpus) * self.capacity * 4), Memory(8)
                 word = HostMemory(4, "words of an exchange")
                 self.ends.append(End(gpu, buffer, state, word, word.numbers()))
         addresses = [end.buffer.address for end in self.ends]
@@ -94,13 +94,13 @@ class Exchange:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Surround the launches of a step, eager or captured; then each GPU adds the step's exchanges to its count."""
-        self.index, self.before, self.pending = 0, 0, []
+        self.index, self.pending = 0, []
         yield
         self.launch_pending()
         self.passed += self.index
         for end in self.ends if self.index else ():
             with end.gpu.device:
-                args = end.state.address, self.index, self.before
+                args = end.state.address, self.index
                 kernel("exchange", "count_exchanges", self.defines)((1,), (32,), args, stream=end.gpu.context.stream)
 
     def sum(self, xs: Sequence[Array], fuses: bool = False) -> list[Array]:
@@ -111,14 +111,14 @@ class Exchange:
         """
         self.launch_pending()
         (T, K), card = xs[0].shape, self.ends[0].gpu.context.card
-        is_small = K % 4 == 0 and self.numbers >= T * K and RESIDENT * card.sms >= T * -(-K // 256)
+        is_small = K % 4 == 0 and self.numbers >= T * K and RESIDENT[len(xs) > 2] * card.sms >= T * -(-K // 256)
         if not (fuses and T and is_small):
             return self._meet("exchange", xs, 1)
         for rank, (end, x) in enumerate(zip(self.ends, xs, strict=True)):
             with end.gpu.device:
                 part, own = Sum(self, rank, self.meeting(rank)), as_float4(end.gpu, x)
                 self.pending.append((part, Array((T, K), lazy=Lazy(end.gpu.context, SUM, T, K, (own,), part))))
-        self.index, self.before = self.index + 1, T * K // 4
+        self.index += 1
         return [x for _, x in self.pending]
 
     def gather(self, xs: Sequence[Array]) -> list[Array]:
@@ -159,7 +159,7 @@ class Exchange:
                 with end.gpu.device:
                     to = out.address + 4 * first * wide * K
                     self.launch(run, rank, own, (count, K), self.meeting(rank), to)
-            self.index, self.before = self.index + 1, count * K // 4
+            self.index += 1
         return outs
 
     def launch(
@@ -174,7 +174,7 @@ class Exchange:
         """Make the struct Meeting of kernels/peers.cuh, which describes the next exchange."""
         end = self.ends[rank]
         places = end.buffer.address, end.state.address, end.memory.address
-        return np.array((*places, int(1e9 * self.seconds), rank, self.numbers, self.index, self.before), MEETING)
+        return np.array((*places, int(1e9 * self.seconds), rank, self.capacity, self.index), MEETING)
 
     @property
     def defines(self) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ PEERS = _struct(*_named("u8", *(f"peer{i}" for i in range(8))))
 MEETING = _struct(
     *_named("u8", "received", "state", "failed"),
     ("patience", "i8"),
-    *_named("i4", "rank", "capacity", "index", "before"),
+    *_named("i4", "rank", "capacity", "index"),
 )
 
 TYPES: dict[str, np.dtype] = {

@@ -11,7 +11,7 @@
 // Bound     latency of one store to a peer; saves two launches and a copy of the rows
 // Tried     nothing on record; exchange.cu has what was tried of exchanges
 
-extern "C" __global__ void __launch_bounds__(64, 10)
+extern "C" __global__ void __launch_bounds__(64, RANKS > 2 ? 4 : 10)
 exchange_scale(In x, In y, const float* weight, float* sum, float* squares, Out out, Peers peers, Meeting m) {
     release_next();
     const int k = (blockIdx.x * 64 + threadIdx.x) * 4, t = blockIdx.y, at = min(k, out.K - 4);
@@ -29,7 +29,6 @@ exchange_scale(In x, In y, const float* weight, float* sum, float* squares, Out 
             own = as_sent(own);
             const int i = t * (out.K / 4) + k / 4;
             if (in) send(peers, m, number, i, own);
-            clear(m, number, (t * gridDim.x + blockIdx.x) * 64 + threadIdx.x, gridDim.y * gridDim.x * 64);
             float4 part[RANKS];
             if (in && !receive(part, m, number, i, own, failed != 0)) {
                 if (!failed) give_up(m, number);

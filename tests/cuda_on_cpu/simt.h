@@ -132,10 +132,10 @@ extern "C" inline __attribute__((used)) int waited(int lost, int again) {
     waits_for_a_peer = 0, peers_are_lost = lost, part_is_stored = again;
     return before;
 }
-inline void store_part(float4* to, float4 v) {
+inline void store_number(float* to, float v) {
     if (!part_is_stored) *to = v;
 }
-inline float4 load_part(const float4* from) { return *from; }
+inline float load_number(const float* from) { return *from; }
 inline bool is_late(unsigned, unsigned long long*, long long) { return waits_for_a_peer = 1; }
 template <class M>
 inline void give_up(const M& m, unsigned number) {

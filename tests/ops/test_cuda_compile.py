@@ -116,7 +116,7 @@ def row_builds() -> list[Build]:
     builds = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "sample", "draw", "random", "top_k", "entropy")]
     builds += [("calibrate", ()), ("block_conv", ()), ("conv", ("PARENTS=1",))]
     builds += [("exchange", (f"RANKS={n}",)) for n in (2, 8)]
-    terms = (2, 1, 8, ("ONLY=1",)), (2, 1, 9, ("ONLY=8",)), (8, 1, 40, ())
+    terms = (2, 1, 8, ("ONLY=1",)), (2, 1, 9, ("ONLY=8",)), (4, 1, 40, ()), (8, 1, 40, ())
     builds += [("exchange_norm", (f"RANKS={n}", f"PARTIALS={s}", f"OTHERS={m}", *form)) for n, s, m, form in terms]
     builds += [("copy_rows", (f"UNIT={unit}",)) for unit in (2, 4, 8, 16)]
     sums = (1, 0, 8), (1, 9, 1), (1, 40, 0), (18, 18, 8), (40, 40, 1), (64, 64, 8)

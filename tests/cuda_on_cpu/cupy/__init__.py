@@ -43,7 +43,7 @@ from cuda_backend.prototypes import prototypes, type_of  # noqa: E402
 CAPABILITY = int(os.environ.get("BIMETAL_CAPABILITY", "80"))  # that kernels are built for
 TURING = CAPABILITY < 80
 IN_SIMT = ["from_half", "to_half", "release_next", "depend", "shared_address", "prefetch", "prefetch_l1"]
-IN_SIMT += ["store_part", "load_part", "is_late", "give_up"]
+IN_SIMT += ["store_number", "load_number", "is_late", "give_up"]
 IN_SIMT += ["permuted", "mul_half2", "add_half2", "fma_half2", *(() if TURING else ("to_half2", "to_bf16x2"))]
 RING = r"""
 struct Barrier { unsigned short expected, arrived; unsigned phase; };
