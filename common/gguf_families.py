@@ -45,6 +45,15 @@ def _llama(c: Any, values: Values) -> Values:
     }
 
 
+def _qwen3moe(c: Any, values: Values) -> Values:
+    return _llama(c, values) | {
+        "feed_forward_length": values.get("intermediate_size", c.experts.ffn),  # of no layer, but converters write it
+        "expert_count": c.experts.count,
+        "expert_used_count": c.experts.top_k,
+        "expert_feed_forward_length": c.experts.ffn,
+    }
+
+
 def _qwen35(c: Any, values: Values) -> Values:
     layers = len(c.is_attention)
     interval = c.is_attention.index(True) + 1 if True in c.is_attention else layers
@@ -136,6 +145,7 @@ def _glm(c: Any, values: Values) -> Values:
 FAMILIES = {  # by config.json's model_type
     "llama": Family("llama", _llama),
     "qwen3": Family("qwen3", _llama),
+    "qwen3_moe": Family("qwen3moe", _qwen3moe),
     "wedlm": Family("wedlm", _llama),
     "qwen3_5": Family("qwen35", _qwen35),
     "qwen3_5_text": Family("qwen35", _qwen35),

@@ -1,6 +1,7 @@
-"""Llama (`llama`), Qwen3 (`qwen3`) and WeDLM's network (`wedlm`): grouped-query attention and a SwiGLU FFN.
+"""Llama (`llama`), Qwen3 (`qwen3`, `qwen3moe`) and WeDLM's network (`wedlm`): grouped-query attention and a SwiGLU FFN.
 
-Qwen3 norms each q and k head before rope; WeDLM-8B is Qwen3 with other weights.
+Qwen3 norms each q and k head before rope; WeDLM-8B is Qwen3 with other weights. In Qwen3's mixtures every layer has
+experts, chosen by a softmax, in place of the FFN.
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +12,18 @@ import numpy as np
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
-from common.models.blocks import ffn_weights, gguf_rope, head_sizes, head_weight, hf_rope, swiglu_ffn, through
+from common.models.blocks import (
+    Experts,
+    ffn_weights,
+    gguf_rope,
+    head_sizes,
+    head_weight,
+    hf_rope,
+    routed_weights,
+    softmax_moe,
+    swiglu_ffn,
+    through,
+)
 from common.ops import Array, Ops, Rope
 from common.shards import ONE, Ranks, by_columns, by_rows
 from common.step import State, Step
@@ -24,14 +36,15 @@ CLASSIFIERS = {"gguf": "cls.output.weight", "safetensors": "score.weight"}  # he
 
 @dataclass(frozen=True)
 class Config:
-    architecture: str  # "llama", "qwen3" or "wedlm"
+    architecture: str  # a key of ARCHITECTURES in common/models/__init__.py
     vocab: int
     hidden: int
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int
+    ffn: int  # channels of the dense network; 0 if experts replace it
+    experts: Experts | None
     eps: float
     rope: Rope
     context: int
@@ -58,6 +71,7 @@ def for_rank(c: Config, ranks: Ranks) -> Config:
         heads=ranks.divide(c.heads, "heads"),
         kv_heads=c.kv_heads // kv_ranks.size,
         ffn=ranks.divide(c.ffn, "channels of the feed-forward network"),
+        experts=c.experts and c.experts.for_rank(ranks),
         ranks=ranks,
         kv_ranks=kv_ranks,
     )
@@ -76,19 +90,32 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     sizes = head_sizes(checkpoint, keys, layers)
     is_tied, has_own = keys.read("tie_word_embeddings", bool, False), "lm_head.weight" in checkpoint.tensors
     is_classifier, is_base = CLASSIFIERS["safetensors"] in checkpoint.tensors, _is_base(checkpoint)
+    architecture = keys.read("model_type", str)
+    experts = _hf_experts(keys) if architecture == "qwen3_moe" else None
     return Config(
-        architecture=keys.read("model_type", str),
+        architecture=architecture,
         vocab=keys.size("vocab_size"),
         **sizes,
         layers=layers,
-        ffn=keys.size("intermediate_size"),
+        ffn=0 if experts else keys.size("intermediate_size"),
+        experts=experts,
         eps=keys.positive("rms_norm_eps", 1e-6),
         rope=hf_rope(keys, sizes["head_dim"]),
         context=keys.size("max_position_embeddings"),
         tied=not has_own and (is_tied or is_base or is_classifier),
         has_head=has_own or not (is_classifier or (is_base and not is_tied)),
-        mask_id=_mask_id(keys) if checkpoint.config["model_type"] == "wedlm" else None,
+        mask_id=_mask_id(keys) if architecture == "wedlm" else None,
     )
+
+
+def _hf_experts(keys: Keys) -> Experts:
+    """Read the experts of every layer; transformers 5 states their number as num_local_experts."""
+    keys.expect("decoder_sparse_step", 1)
+    keys.expect("mlp_only_layers", [])
+    if not keys.read("norm_topk_prob", bool):
+        raise BimetalError(f"{keys.where}: norm_topk_prob is False; supported: True")
+    count = "num_experts" if keys.get("num_local_experts") is None else "num_local_experts"
+    return Experts(keys.size(count), keys.size("num_experts_per_tok"), keys.size("moe_intermediate_size"))
 
 
 def _is_base(checkpoint: Checkpoint) -> bool:
@@ -112,14 +139,17 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     keys = Keys(checkpoint.config, str(checkpoint.path), prefix=architecture + ".", nested=False)
     layers = keys.size("block_count")
     sizes = head_sizes(checkpoint, keys, layers)
-    keys.expect("expert_count", 0)
+    experts = _gguf_experts(keys) if architecture == "qwen3moe" else None
+    if experts is None:
+        keys.expect("expert_count", 0)
     table = checkpoint.tensors.get("token_embd.weight")
     return Config(
         architecture=architecture,
         vocab=table.shape[0] if table and table.shape else keys.size("vocab_size"),
         **sizes,
         layers=layers,
-        ffn=keys.size("feed_forward_length"),
+        ffn=0 if experts else keys.size("feed_forward_length"),
+        experts=experts,
         eps=keys.positive("attention.layer_norm_rms_epsilon"),
         rope=gguf_rope(keys, sizes["head_dim"], checkpoint.tensors.get("rope_freqs.weight")),
         context=keys.size("context_length"),
@@ -127,6 +157,15 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         has_head=CLASSIFIERS["gguf"] not in checkpoint.tensors or "output.weight" in checkpoint.tensors,
         mask_id=_gguf_mask_id(checkpoint, keys) if architecture == "wedlm" else None,
     )
+
+
+def _gguf_experts(keys: Keys) -> Experts:
+    keys.expect("expert_gating_func", 1)
+    keys.expect("expert_weights_norm", True)
+    keys.expect("expert_weights_scale", 0.0, 1.0)
+    keys.expect("expert_shared_count", 0)
+    keys.expect("leading_dense_block_count", 0)
+    return Experts(keys.size("expert_count"), keys.size("expert_used_count"), keys.size("expert_feed_forward_length"))
 
 
 def _gguf_mask_id(checkpoint: Checkpoint, keys: Keys) -> int:
@@ -175,7 +214,11 @@ def _layer_weights(c: Config, tensor: Names) -> Table:
             tensor("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D), shard=by_columns(heads))
         ),
         "ffn_norm": Vector(tensor("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
-        **ffn_weights(tensor, c.hidden, c.ffn, c.ranks),
+        **(
+            routed_weights(tensor, c.hidden, c.experts, c.ranks)
+            if c.experts
+            else ffn_weights(tensor, c.hidden, c.ffn, c.ranks)
+        ),
     }
     if c.norms_heads:
         table["q_norm"] = Vector(tensor("self_attn.q_norm.weight", "attn_q_norm.weight", (D,)))
@@ -207,7 +250,8 @@ def forward(
 def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, rows: slice, x: Array) -> Array:
     mixed = attention(ops, c, w, state[layer].kv, step, ops.rms_norm(x, w.attn_norm, c.eps))
     x = ops.add(x, ops.all_reduce(mixed))[rows]
-    return ops.add(x, ops.all_reduce(swiglu_ffn(ops, w, ops.rms_norm(x, w.ffn_norm, c.eps))))
+    z = ops.rms_norm(x, w.ffn_norm, c.eps)
+    return ops.add(x, ops.all_reduce(softmax_moe(ops, c.experts, w, z) if c.experts else swiglu_ffn(ops, w, z)))
 
 
 def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, x: Array) -> Array:

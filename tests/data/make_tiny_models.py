@@ -28,6 +28,8 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 HERE = Path(__file__).parent / "models"
@@ -82,6 +84,17 @@ MODELS = {  # class, configuration, stored type of the matrices
             **(HEADS | DELTA | EXPERTS),
             vocab_size=96,
             num_hidden_layers=4,
+        ),
+        torch.bfloat16,
+    ),
+    "qwen3moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            **SIZES,
+            **(HEADS | {k: v for k, v in EXPERTS.items() if not k.startswith("shared")}),
+            norm_topk_prob=True,
+            vocab_size=96,
+            num_hidden_layers=3,
         ),
         torch.bfloat16,
     ),

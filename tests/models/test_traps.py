@@ -200,6 +200,7 @@ TRAPS = [  # name, model, mistake
     ("one expert fewer", "qwen35moe", op("route_softmax", lambda f, logits, k: f(logits, k - 1))),
     ("equal experts", "qwen35moe", op("route_softmax", lambda f, *a: (f(*a)[0], np.full_like(f(*a)[1], 1 / 3)))),
     ("experts' gate and up swapped", "qwen35moe", weight("experts_gate_up", wrong=swap_halves)),
+    ("router not renormalized, no shared expert", "qwen3moe", op("route_softmax", top_of_softmax)),
     ("shared expert without its gate", "qwen35moe", op("mul_sigmoid", lambda f, x, g: f(x, g) if g.ndim > 2 else x)),
     # feed-forward, head, rope scaling
     ("gate and up swapped", "llama", op("swiglu", lambda f, gate, up: f(up, gate))),
