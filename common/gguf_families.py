@@ -144,6 +144,7 @@ def _glm(c: Any, values: Values) -> Values:
 
 FAMILIES = {  # by config.json's model_type
     "llama": Family("llama", _llama),
+    "qwen2": Family("qwen2", _llama),
     "qwen3": Family("qwen3", _llama),
     "qwen3_moe": Family("qwen3moe", _qwen3moe),
     "wedlm": Family("wedlm", _llama),

@@ -33,6 +33,7 @@ class _Pre:
 
 _PRE = {
     "qwen2": _Pre((_QWEN2,)),
+    "deepseek-r1-qwen": _Pre((_QWEN2,)),
     "qwen35": _Pre((_QWEN35,)),
     "smollm": _Pre((r"\p{N}", _GPT2)),
     "gpt-2": _Pre((_GPT2,)),

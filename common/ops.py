@@ -125,7 +125,7 @@ class Ops(Backend):
 
     @abstractmethod
     def add(self, x: Array, y: Array) -> Array:
-        """Compute x + y of the same shape; y (1, n) is added to every row of x (T, n)."""
+        """Compute x + y of the same shape; a vector y (n,), or a row (1, n), is added to every row of x (T, n)."""
 
     @abstractmethod
     def swiglu(self, gate: Array, up: Array) -> Array:

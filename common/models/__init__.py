@@ -26,6 +26,7 @@ ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config
     "glm4_moe_lite": glm,
     "laguna": laguna,
     "llama": llama,
+    "qwen2": llama,
     "qwen3": llama,
     "qwen3_moe": llama,
     "qwen3moe": llama,

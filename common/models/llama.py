@@ -1,7 +1,7 @@
-"""Llama (`llama`), Qwen3 (`qwen3`, `qwen3moe`) and WeDLM's network (`wedlm`): grouped-query attention and a SwiGLU FFN.
+"""Llama (`llama`), Qwen2 (`qwen2`), Qwen3 (`qwen3`, `qwen3moe`), WeDLM (`wedlm`): grouped-query attention, SwiGLU FFN.
 
-Qwen3 norms each q and k head before rope; WeDLM-8B is Qwen3 with other weights. In Qwen3's mixtures every layer has
-experts, chosen by a softmax, in place of the FFN.
+Qwen2 adds biases to q, k and v; Qwen3 norms each q and k head before rope. WeDLM-7B is Qwen2, WeDLM-8B is Qwen3 with
+other weights. In Qwen3's mixtures every layer has experts, chosen by a softmax, in place of the FFN.
 """
 
 from dataclasses import dataclass, replace
@@ -31,6 +31,7 @@ from common.storage import KVSpec, LayerSpec
 from common.weights import Fix, Layout, Matrix, Names, Table, Vector, rows
 
 WEDLM_MASK = 151665
+NORMS_HEADS = ("qwen3", "qwen3_moe", "qwen3moe")  # WeDLM's files tell
 CLASSIFIERS = {"gguf": "cls.output.weight", "safetensors": "score.weight"}  # heads with a row for each label
 
 
@@ -49,14 +50,12 @@ class Config:
     rope: Rope
     context: int
     tied: bool
+    norms_heads: bool  # whether there are norms of q and k
+    has_biases: bool  # whether there are biases of q, k and v
     mask_id: int | None = None  # of WeDLM: the token id of a masked position
     has_head: bool = True  # whether there are logits: some models of embeddings, and classifiers, have none
     ranks: Ranks = ONE  # ranks that share heads and channels; the numbers above are this rank's share
     kv_ranks: Ranks = ONE  # ranks that hold different KV heads
-
-    @property
-    def norms_heads(self) -> bool:
-        return self.architecture != "llama"
 
 
 def read_config(checkpoint: Checkpoint) -> Config:
@@ -80,10 +79,9 @@ def for_rank(c: Config, ranks: Ranks) -> Config:
 def _hf_config(checkpoint: Checkpoint) -> Config:
     keys = Keys(checkpoint.config, f"{checkpoint.path} config.json")
     keys.expect("hidden_act", "silu")
-    keys.expect("attention_bias", False)
     keys.expect("mlp_bias", False)
     keys.expect("use_sliding_window", False)
-    keys.expect("qk_norm", True)  # WeDLM-7B, which is Qwen2.5, has none
+    keys.expect("is_causal", True)  # some models of embeddings attend to later tokens
     keys.expect("partial_rotary_factor", 1.0)
     keys.expect("rope_parameters.partial_rotary_factor", 1.0)
     layers = keys.size("num_hidden_layers")
@@ -91,6 +89,8 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     is_tied, has_own = keys.read("tie_word_embeddings", bool, False), "lm_head.weight" in checkpoint.tensors
     is_classifier, is_base = CLASSIFIERS["safetensors"] in checkpoint.tensors, _is_base(checkpoint)
     architecture = keys.read("model_type", str)
+    is_wedlm = architecture == "wedlm"
+    keys.expect("attention_bias", False, is_wedlm)
     experts = _hf_experts(keys) if architecture == "qwen3_moe" else None
     return Config(
         architecture=architecture,
@@ -104,7 +104,9 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
         context=keys.size("max_position_embeddings"),
         tied=not has_own and (is_tied or is_base or is_classifier),
         has_head=has_own or not (is_classifier or (is_base and not is_tied)),
-        mask_id=_mask_id(keys) if architecture == "wedlm" else None,
+        norms_heads=keys.read("qk_norm", bool, True) if is_wedlm else architecture in NORMS_HEADS,
+        has_biases=architecture == "qwen2" or (is_wedlm and keys.read("attention_bias", bool, False)),
+        mask_id=_mask_id(keys) if is_wedlm else None,
     )
 
 
@@ -143,6 +145,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     if experts is None:
         keys.expect("expert_count", 0)
     table = checkpoint.tensors.get("token_embd.weight")
+    is_wedlm = architecture == "wedlm"
     return Config(
         architecture=architecture,
         vocab=table.shape[0] if table and table.shape else keys.size("vocab_size"),
@@ -155,7 +158,9 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         context=keys.size("context_length"),
         tied="output.weight" not in checkpoint.tensors,
         has_head=CLASSIFIERS["gguf"] not in checkpoint.tensors or "output.weight" in checkpoint.tensors,
-        mask_id=_gguf_mask_id(checkpoint, keys) if architecture == "wedlm" else None,
+        norms_heads="blk.0.attn_q_norm.weight" in checkpoint.tensors if is_wedlm else architecture in NORMS_HEADS,
+        has_biases=architecture == "qwen2" or (is_wedlm and "blk.0.attn_q.bias" in checkpoint.tensors),
+        mask_id=_gguf_mask_id(checkpoint, keys) if is_wedlm else None,
     )
 
 
@@ -197,7 +202,7 @@ def _layer_weights(c: Config, tensor: Names) -> Table:
 
     def half_split(heads: int) -> dict[str, Fix]:
         """Permute rows of llama GGUFs, where a rope pair is two adjacent rows of a head, to pairs (j, j + D/2)."""
-        if c.norms_heads:
+        if c.architecture != "llama":
             return {}
         return {"gguf": rows(np.arange(heads * D).reshape(heads, D // 2, 2).swapaxes(1, 2).ravel())}
 
@@ -220,6 +225,10 @@ def _layer_weights(c: Config, tensor: Names) -> Table:
             else ffn_weights(tensor, c.hidden, c.ffn, c.ranks)
         ),
     }
+    if c.has_biases:
+        for part, n, segment in (("q", H, heads), ("k", K, kv_heads), ("v", K, kv_heads)):
+            name, shard = f"self_attn.{part}_proj.bias", by_rows(segment)
+            table[f"{part}_bias"] = Vector(tensor(name, f"attn_{part}.bias", (n * D,), shard=shard))
     if c.norms_heads:
         table["q_norm"] = Vector(tensor("self_attn.q_norm.weight", "attn_q_norm.weight", (D,)))
         table["k_norm"] = Vector(tensor("self_attn.k_norm.weight", "attn_k_norm.weight", (D,)))
@@ -258,9 +267,10 @@ def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, x: Array) -> Arr
     """Compute grouped-query attention for this rank's heads of x (T, hidden): (T, hidden)."""
     T, H, K, D = x.shape[0], c.heads, c.kv_heads, c.head_dim
     qkv = ops.linear(x, w.qkv)
-    q = qkv[:, : H * D].reshape(T, H, D)
-    k = qkv[:, H * D : (H + K) * D].reshape(T, K, D)
-    v = qkv[:, (H + K) * D :].reshape(T, K, D)
+    q, k, v = qkv[:, : H * D], qkv[:, H * D : (H + K) * D], qkv[:, (H + K) * D :]
+    if c.has_biases:
+        q, k, v = ops.add(q, w.q_bias), ops.add(k, w.k_bias), ops.add(v, w.v_bias)
+    q, k, v = q.reshape(T, H, D), k.reshape(T, K, D), v.reshape(T, K, D)
     if c.norms_heads:
         q = ops.norm_rope(q, w.q_norm, step.positions, c.rope, c.eps)
         k = ops.norm_rope(k, w.k_norm, step.positions, c.rope, c.eps)

@@ -115,6 +115,7 @@ SAFETENSORS = [
     ("qwen3moe", with_released_key),
     ("qwen3moe", with_old_rope_keys),
     ("llama", with_old_rope_keys),
+    ("qwen2", with_old_rope_keys),
     ("qwen3-yarn", with_old_rope_keys),
     ("qwen35", with_old_rope_keys),
     ("qwen35", with_interval),

@@ -44,7 +44,7 @@ from generate.__main__ import main
 IDS = tiny.golden("qwen3")["ids"][:96]
 MIXTURES = ["laguna", "laguna-m1", "glm"]
 EXPERTS = ["qwen3moe", "qwen35moe", "laguna", "glm"]
-GGUF_MODELS = ["llama", "llama-untied", "qwen3", "qwen3-yarn", "qwen35", "qwen35moe", "qwen3moe", *MIXTURES]
+GGUF_MODELS = ["llama", "llama-untied", "qwen3", "qwen3-yarn", "qwen35", "qwen35moe", "qwen3moe", "qwen2", *MIXTURES]
 
 
 def source(name):
@@ -528,7 +528,7 @@ def test_families_without_a_gguf_writer(tmp_path, capsys):
     assert "a GGUF file of deepseek2 cannot be written; supported: llama" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-untied", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama-untied", "qwen2", "qwen3"])
 def test_a_folder_from_a_gguf_file(name, tmp_path):
     """The bytes of the folder made from the model's own safetensors, where the file holds its values exactly."""
     made = write_gguf(tiny.FOLDER / name, tmp_path / "in.gguf")
@@ -603,7 +603,7 @@ def test_the_wedlm_demo_there_and_back(tmp_path):
 def test_folders_from_gguf_files_that_are_refused(tmp_path, capsys):
     made = write_gguf(tiny.FOLDER / "qwen35", tmp_path / "in.gguf")
     assert main(["quantize", str(made), str(tmp_path / "out")]) == 1
-    assert "a GGUF file of qwen35, of which no MLX folder can be made; supported: llama, qwen3, wedlm" in (
+    assert "a GGUF file of qwen35, of which no MLX folder can be made; supported: llama, qwen2, qwen3, wedlm" in (
         capsys.readouterr().err
     )
     assert not (tmp_path / "out").exists()

@@ -132,6 +132,9 @@ WRONG = [  # model, format, key, value, what the sentence says
     ("qwen3moe", "gguf", "qwen3moe.expert_used_count", 9, "the configuration chooses 9 of 8 experts"),
     ("qwen3moe", "gguf", "qwen3moe.expert_gating_func", 2, "expert_gating_func is 2; supported: 1"),
     ("qwen3moe", "gguf", "qwen3moe.expert_weights_norm", False, "expert_weights_norm is False; supported: True"),
+    ("qwen2", "safetensors", "use_sliding_window", True, "use_sliding_window is True; supported: False"),
+    ("qwen2", "safetensors", "is_causal", False, "is_causal is False; supported: True"),
+    ("qwen2", "safetensors", "num_attention_heads", 3, "2 key/value heads do not divide 3 heads"),
     ("llama", "safetensors", "rms_norm_eps", 0, "rms_norm_eps is 0.0, expected a finite number above 0"),
     ("llama", "safetensors", "rms_norm_eps", float("nan"), "rms_norm_eps is nan, expected a finite number above 0"),
     ("llama", "safetensors", "rope_parameters", [1e4], "rope_parameters is [10000.0], expected dict"),
@@ -193,7 +196,7 @@ def with_tensor(checkpoint: Checkpoint, name: str, tensor: Tensor | None) -> Che
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("name", ["llama", "qwen3moe", "qwen35moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "qwen35moe"])
 def test_every_tensor_counts(checkpoints, name, form):
     """Without any one tensor, and with any one too long by a row, the file is refused by that tensor's name."""
     checkpoint = checkpoints(name, form)
@@ -224,6 +227,7 @@ def test_missing_tensors_are_listed(checkpoints):
         ("llama", "model.layers.0.self_attn.q_proj.bias"),
         ("llama", "model.layers.3.input_layernorm.weight"),
         ("qwen3", "model.layers.0.self_attn.sinks"),
+        ("qwen2", "model.layers.0.self_attn.o_proj.bias"),
         ("qwen35", "model.layers.3.linear_attn.A_log"),
         ("qwen35", "model.layers.0.mlp.gate.weight"),
     ],

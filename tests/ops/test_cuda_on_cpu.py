@@ -246,6 +246,7 @@ def test_one_row_of_each_sequence():
         ("mixtures", "experts"),
         ("sampling", "argmax or draws"),
         ("attention", "of_trees and (250-7 or 64-22)"),
+        ("attention", "test_biases"),
         ("delta", "mixer_trees and 128"),
     ],
 )
