@@ -77,6 +77,7 @@ def assert_same_bits(tmp_path, name, size, draft=""):
         ("qwen35moe", 2),
         ("qwen3moe", 2),
         ("qwen2", 2),
+        ("mistral", 2),
         ("laguna", 2),
         ("wide glm", 2),
         ("wide glm", 3),

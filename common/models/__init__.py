@@ -26,6 +26,8 @@ ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config
     "glm4_moe_lite": glm,
     "laguna": laguna,
     "llama": llama,
+    "mistral": llama,
+    "mistral3": llama,
     "qwen2": llama,
     "qwen3": llama,
     "qwen3_moe": llama,

@@ -1,7 +1,8 @@
 """Llama (`llama`), Qwen2 (`qwen2`), Qwen3 (`qwen3`, `qwen3moe`), WeDLM (`wedlm`): grouped-query attention, SwiGLU FFN.
 
 Qwen2 adds biases to q, k and v; Qwen3 norms each q and k head before rope. WeDLM-7B is Qwen2, WeDLM-8B is Qwen3 with
-other weights. In Qwen3's mixtures every layer has experts, chosen by a softmax, in place of the FFN.
+other weights. In Qwen3's mixtures every layer has experts, chosen by a softmax, in place of the FFN. Mistral
+(`mistral`, in GGUF files `llama`; `mistral3` with a vision tower, which is not run) is Llama, perhaps with a window.
 """
 
 from dataclasses import dataclass, replace
@@ -52,6 +53,7 @@ class Config:
     tied: bool
     norms_heads: bool  # whether there are norms of q and k
     has_biases: bool  # whether there are biases of q, k and v
+    window: int | None = None  # keys that a row attends to, including its own; None: all
     mask_id: int | None = None  # of WeDLM: the token id of a masked position
     has_head: bool = True  # whether there are logits: some models of embeddings, and classifiers, have none
     ranks: Ranks = ONE  # ranks that share heads and channels; the numbers above are this rank's share
@@ -77,7 +79,11 @@ def for_rank(c: Config, ranks: Ranks) -> Config:
 
 
 def _hf_config(checkpoint: Checkpoint) -> Config:
-    keys = Keys(checkpoint.config, f"{checkpoint.path} config.json")
+    architecture, values = checkpoint.config["model_type"], checkpoint.config
+    if architecture == "mistral3":
+        values = Keys(values, f"{checkpoint.path} config.json").read("text_config", dict)
+        Keys(values, f"{checkpoint.path} config.json text_config").expect("model_type", "mistral")
+    keys = Keys(values, f"{checkpoint.path} config.json")
     keys.expect("hidden_act", "silu")
     keys.expect("mlp_bias", False)
     keys.expect("use_sliding_window", False)
@@ -86,9 +92,10 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     keys.expect("rope_parameters.partial_rotary_factor", 1.0)
     layers = keys.size("num_hidden_layers")
     sizes = head_sizes(checkpoint, keys, layers)
-    is_tied, has_own = keys.read("tie_word_embeddings", bool, False), "lm_head.weight" in checkpoint.tensors
-    is_classifier, is_base = CLASSIFIERS["safetensors"] in checkpoint.tensors, _is_base(checkpoint)
-    architecture = keys.read("model_type", str)
+    base, head = _prefixes(checkpoint)
+    is_tied, has_own = keys.read("tie_word_embeddings", bool, False), f"{head}lm_head.weight" in checkpoint.tensors
+    is_classifier, is_base = CLASSIFIERS["safetensors"] in checkpoint.tensors, not base
+    context = keys.size("max_position_embeddings")
     is_wedlm = architecture == "wedlm"
     keys.expect("attention_bias", False, is_wedlm)
     experts = _hf_experts(keys) if architecture == "qwen3_moe" else None
@@ -101,13 +108,20 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
         experts=experts,
         eps=keys.positive("rms_norm_eps", 1e-6),
         rope=hf_rope(keys, sizes["head_dim"]),
-        context=keys.size("max_position_embeddings"),
+        context=context,
         tied=not has_own and (is_tied or is_base or is_classifier),
         has_head=has_own or not (is_classifier or (is_base and not is_tied)),
         norms_heads=keys.read("qk_norm", bool, True) if is_wedlm else architecture in NORMS_HEADS,
         has_biases=architecture == "qwen2" or (is_wedlm and keys.read("attention_bias", bool, False)),
+        window=_window(keys, "sliding_window", context) if architecture.startswith("mistral") else None,
         mask_id=_mask_id(keys) if is_wedlm else None,
     )
+
+
+def _window(keys: Keys, key: str, context: int) -> int | None:
+    """Read a window; None without one, or where the whole context is in it."""
+    window = keys.size(key, context)
+    return window if window < context else None
 
 
 def _hf_experts(keys: Keys) -> Experts:
@@ -120,9 +134,14 @@ def _hf_experts(keys: Keys) -> Experts:
     return Experts(keys.size(count), keys.size("num_experts_per_tok"), keys.size("moe_intermediate_size"))
 
 
-def _is_base(checkpoint: Checkpoint) -> bool:
-    """Test whether the folder was saved without the class around the network, as models of embeddings are."""
-    return "embed_tokens.weight" in checkpoint.tensors
+def _prefixes(checkpoint: Checkpoint) -> tuple[str, str]:
+    """Return the prefixes of the names of a folder's layers, and of its head.
+
+    The first is "" where it was saved without the class around the network, as models of embeddings are.
+    """
+    bases = ("", "model.", "language_model.model.", "model.language_model.")
+    base = next((base for base in bases if base + "embed_tokens.weight" in checkpoint.tensors), "model.")
+    return base, "language_model." if base.startswith("language_model.") else ""
 
 
 def _mask_id(keys: Keys) -> int | None:
@@ -145,7 +164,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     if experts is None:
         keys.expect("expert_count", 0)
     table = checkpoint.tensors.get("token_embd.weight")
-    is_wedlm = architecture == "wedlm"
+    is_wedlm, context = architecture == "wedlm", keys.size("context_length")
     return Config(
         architecture=architecture,
         vocab=table.shape[0] if table and table.shape else keys.size("vocab_size"),
@@ -155,13 +174,19 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         experts=experts,
         eps=keys.positive("attention.layer_norm_rms_epsilon"),
         rope=gguf_rope(keys, sizes["head_dim"], checkpoint.tensors.get("rope_freqs.weight")),
-        context=keys.size("context_length"),
+        context=context,
         tied="output.weight" not in checkpoint.tensors,
         has_head=CLASSIFIERS["gguf"] not in checkpoint.tensors or "output.weight" in checkpoint.tensors,
         norms_heads="blk.0.attn_q_norm.weight" in checkpoint.tensors if is_wedlm else architecture in NORMS_HEADS,
         has_biases=architecture == "qwen2" or (is_wedlm and "blk.0.attn_q.bias" in checkpoint.tensors),
+        window=_gguf_window(keys, context) if architecture == "llama" else None,
         mask_id=_gguf_mask_id(checkpoint, keys) if is_wedlm else None,
     )
+
+
+def _gguf_window(keys: Keys, context: int) -> int | None:
+    key = "attention.sliding_window"
+    return None if keys.get(key) == 0 else _window(keys, key, context)
 
 
 def _gguf_experts(keys: Keys) -> Experts:
@@ -183,13 +208,13 @@ def _gguf_mask_id(checkpoint: Checkpoint, keys: Keys) -> int:
 
 def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     dialect = "gguf" if checkpoint.format == "gguf" else "hf"
-    base = "" if _is_base(checkpoint) else "model."
+    base, head = _prefixes(checkpoint)
     tensor = Names(dialect, "", checkpoint.tensors)
     embed = tensor(base + "embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
     top: Table = {
         "embed": Matrix(embed),
         "norm": Vector(tensor(base + "norm.weight", "output_norm.weight", (c.hidden,))),
-        "head": head_weight(c, embed, tensor("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
+        "head": head_weight(c, embed, tensor(head + "lm_head.weight", "output.weight", (c.vocab, c.hidden))),
     }
     prefix = "blk.{}." if dialect == "gguf" else base + "layers.{}."
     names = [Names(dialect, prefix.format(i), checkpoint.tensors) for i in range(c.layers)]
@@ -240,13 +265,15 @@ def _ignored(name: str) -> str | None:
         return "the head of a classifier, which rerankers read"
     if name == "rope_freqs.weight":
         return "rope divisors, read with the configuration"
+    if name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector.")):
+        return "vision tower, not run"
     if name.endswith("rotary_emb.inv_freq"):
         return "rope frequencies, computed from the configuration"
     return None
 
 
 def state_spec(c: Config) -> list[LayerSpec]:
-    return [{"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}] * c.layers
+    return [{"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim, c.window)}] * c.layers
 
 
 def forward(
@@ -277,5 +304,5 @@ def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, x: Array) -> Arr
     else:
         q = ops.rope(q, step.positions, c.rope)
         k = ops.rope(k, step.positions, c.rope)
-    o = ops.attention(q, k, v, kv, step, scale=D**-0.5)
+    o = ops.attention(q, k, v, kv, step, scale=D**-0.5, window=c.window)
     return ops.linear(o.reshape(T, H * D), w.o)

@@ -274,6 +274,18 @@ def test_names_of_one_meaning():
         assert bpe("deepseek-r1-qwen").encode(text) == bpe("qwen2").encode(text)
 
 
+def test_tekken_splits():
+    """Words by their letters' cases, single digits, slashes with the punctuation before them."""
+    backend = bpe("tekken")._backend
+
+    def pieces(text):
+        return [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+    assert pieces("getHTTPResponse ÉTÉs été 123") == ["get", "HTTPResponse", " ÉTÉs", " été", " ", "1", "2", "3"]
+    assert pieces("a+=/\n\n  b don't") == ["a", "+=/\n\n", " ", " b", " don", "'t"]
+    assert bpe("tekken", bos_token_id=5, add_bos_token=None).add_bos
+
+
 def test_laguna_splits_before_a_run_of_newlines():
     def pieces(name):
         return [TOKENIZERS[name].decode([id]) for id in TOKENIZERS[name].encode("):\n")]

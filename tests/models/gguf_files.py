@@ -44,7 +44,7 @@ NAMES = {
 }
 TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
 TOP["lm_head.weight"] = "output.weight"
-ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {"mistral": "llama", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_moe": "qwen3moe"}
 DENSE = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 TYPES = {kind.name: kind for kind in gguf.GGMLQuantizationType}
 
@@ -137,6 +137,8 @@ def _write_keys(writer: gguf.GGUFWriter, config: dict, architecture: str, mtp: b
     writer.add_vocab_size(config["vocab_size"])
     if "intermediate_size" in config:
         writer.add_feed_forward_length(config["intermediate_size"])
+    if architecture == "llama" and config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])

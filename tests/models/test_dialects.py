@@ -86,6 +86,27 @@ def with_released_key(c: Checkpoint) -> Checkpoint:
     return replace(c, config=config | {"num_experts": 8})
 
 
+def beside_a_vision_tower(c: Checkpoint) -> Checkpoint:
+    """Mistral Small 3.1 as released, its text under language_model."""
+    c = renamed(c, lambda key: "language_model." + key)
+    extra = ("vision_tower.ln_pre.weight", "multi_modal_projector.linear_1.weight")
+    outer = {"model_type": "mistral3", "text_config": c.config}
+    return replace(c, config=outer, tensors=c.tensors | {key: dense(key, np.ones((2, 2))) for key in extra})
+
+
+def as_transformers_names_it(c: Checkpoint) -> Checkpoint:
+    """The same saved by transformers 5, its head outside of the text."""
+    c = renamed(c, lambda key: key.replace("model.", "model.language_model.", 1))
+    extra = "model.vision_tower.ln_pre.weight"
+    outer = {"model_type": "mistral3", "text_config": c.config}
+    return replace(c, config=outer, tensors=c.tensors | {extra: dense(extra, np.ones((2, 2)))})
+
+
+def of_mistral(c: Checkpoint) -> Checkpoint:
+    """Under the name of releases without a window, whose network is Llama's."""
+    return replace(c, config=c.config | {"model_type": "mistral", "sliding_window": None})
+
+
 def with_old_rope_keys(c: Checkpoint) -> Checkpoint:
     """rope_theta and rope_scaling, before transformers 5."""
     config = dict(c.config)
@@ -115,6 +136,10 @@ SAFETENSORS = [
     ("qwen3moe", with_released_key),
     ("qwen3moe", with_old_rope_keys),
     ("llama", with_old_rope_keys),
+    ("llama", of_mistral),
+    ("mistral", with_old_rope_keys),
+    ("mistral", beside_a_vision_tower),
+    ("mistral", as_transformers_names_it),
     ("qwen2", with_old_rope_keys),
     ("qwen3-yarn", with_old_rope_keys),
     ("qwen35", with_old_rope_keys),

@@ -44,7 +44,7 @@ from generate.__main__ import main
 IDS = tiny.golden("qwen3")["ids"][:96]
 MIXTURES = ["laguna", "laguna-m1", "glm"]
 EXPERTS = ["qwen3moe", "qwen35moe", "laguna", "glm"]
-GGUF_MODELS = ["llama", "llama-untied", "qwen3", "qwen3-yarn", "qwen35", "qwen35moe", "qwen3moe", "qwen2", *MIXTURES]
+GGUF_MODELS = [name for name in tiny.MODELS if name not in MIXTURES] + MIXTURES
 
 
 def source(name):

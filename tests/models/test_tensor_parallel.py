@@ -147,7 +147,7 @@ def test_other_names(name, dialect):
     compare(dialect(tiny.checkpoint(name)), 2)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "qwen35", "qwen35moe", "laguna"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3moe", "qwen35", "qwen35moe", "laguna"])
 def test_gguf_files(tmp_path, name):
     """Value heads tiled over key heads, rope pairs as adjacent rows; 16-bit floats, which any ranks divide."""
     compare(open_checkpoint(write_gguf(tiny.FOLDER / name, tmp_path / "model.gguf", "F16")), 2)

@@ -191,6 +191,8 @@ TRAPS = [  # name, model, mistake
     ("no q and k norm", "qwen3", op("norm_rope", lambda f, x, w, p, r, eps: REFERENCE.rope(x, p, r))),
     ("no biases", "qwen2", op("add", lambda f, x, y: x if y.ndim == 1 else f(x, y))),
     ("biases after rope", "qwen2", config(rope=lambda c: Rope(tuple(1e-9 for _ in c.rope.frequencies)))),
+    ("no window", "mistral", op("attention", lambda f, *a, window, **k: f(*a, window=None, **k))),
+    ("a window of one key more", "mistral", config(window=lambda c: c.window + 1)),
     # norms
     ("norms without + 1", "qwen35", weight(*NORMS, wrong=lambda w: w - 1)),
     ("norms + 1 twice", "qwen35", weight(*NORMS, wrong=lambda w: w + 1)),
