@@ -144,7 +144,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 def _open_safetensors(files: list[Path], listed: Iterable[str] = ()) -> Checkpoint:
     path = files[0].parent
     config = read_json(path / "config.json")
-    if config.get("model_type") == "qwen3" and config.get("architectures") == [WEDLM]:
+    if config.get("model_type") in ("qwen2", "qwen3") and config.get("architectures") == [WEDLM]:
         config["model_type"] = "wedlm"  # a folder for mlx-lm, which knows the network by that name alone
     tensors: dict[str, Tensor] = {}
     for file in files:

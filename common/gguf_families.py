@@ -38,10 +38,24 @@ def _grouped(c: Any) -> Values:
 
 
 def _llama(c: Any, values: Values) -> Values:
-    return _grouped(c) | {
-        "block_count": c.layers,
-        "feed_forward_length": c.ffn,
-        "rope.dimension_count": c.head_dim,
+    window = {} if c.window is None else {"attention.sliding_window": c.window}
+    return (
+        _grouped(c)
+        | window
+        | {
+            "block_count": c.layers,
+            "feed_forward_length": c.ffn,
+            "rope.dimension_count": c.head_dim,
+        }
+    )
+
+
+def _qwen3moe(c: Any, values: Values) -> Values:
+    return _llama(c, values) | {
+        "feed_forward_length": values.get("intermediate_size", c.experts.ffn),  # of no layer, but converters write it
+        "expert_count": c.experts.count,
+        "expert_used_count": c.experts.top_k,
+        "expert_feed_forward_length": c.experts.ffn,
     }
 
 
@@ -135,7 +149,11 @@ def _glm(c: Any, values: Values) -> Values:
 
 FAMILIES = {  # by config.json's model_type
     "llama": Family("llama", _llama),
+    "mistral": Family("llama", _llama),
+    "mistral3": Family("llama", _llama),
+    "qwen2": Family("qwen2", _llama),
     "qwen3": Family("qwen3", _llama),
+    "qwen3_moe": Family("qwen3moe", _qwen3moe),
     "wedlm": Family("wedlm", _llama),
     "qwen3_5": Family("qwen35", _qwen35),
     "qwen3_5_text": Family("qwen35", _qwen35),

@@ -26,9 +26,11 @@ from common.tokenizer import Tokenizer
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
 QUANTIZATION_VERSION = 2  # of ggml's block layouts
-SHAPES_READ = {  # tensors whose shape is part of a configuration, and the end of their names in a folder
+SHAPES_READ = {  # tensors that a configuration depends on, and the end of their names in a folder
     "token_embd.weight": "embed_tokens.weight",
     "blk.0.attn_gate.weight": ".layers.0.self_attn.g_proj.weight",
+    "blk.0.attn_q.bias": ".layers.0.self_attn.q_proj.bias",
+    "blk.0.attn_q_norm.weight": ".layers.0.self_attn.q_norm.weight",
 }
 
 

@@ -28,7 +28,7 @@ from common.tensors import Tensor
 from common.tokenizer import Tokenizer
 from common.weights import Layout, Matrix, Stored, canonical, dense
 
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "wedlm": WEDLM}
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "wedlm": WEDLM}
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _load(checkpoint: Checkpoint, source: Stored, name: str) -> Tensor:
 
 
 def _config(checkpoint: Checkpoint, family: str, c: Any) -> dict[str, Any]:
-    """Write the config.json of a GGUF file of Llama, Qwen3 or WeDLM."""
+    """Write the config.json of a GGUF file of Llama, Qwen2, Qwen3 or WeDLM."""
     keys = Keys(checkpoint.config, str(checkpoint.path), prefix=family + ".", nested=False)
     card: dict[str, Any] = {
         "architectures": [FAMILIES[family]],
@@ -112,7 +112,7 @@ def _config(checkpoint: Checkpoint, family: str, c: Any) -> dict[str, Any]:
         "tie_word_embeddings": c.tied,
     }
     if c.mask_id is not None:
-        card["mask_token_id"] = c.mask_id
+        card |= {"mask_token_id": c.mask_id, "qk_norm": c.norms_heads, "attention_bias": c.has_biases}
     kind = keys.get("rope.scaling.type") or "none"
     if kind != "none":
         scaling = {"rope_type": kind, "factor": keys.positive("rope.scaling.factor")}

@@ -18,6 +18,11 @@ _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
 _QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
+)
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _NEWLINE_RUN = r"(?:\r?\n)+(?!\r?\n)"
 
@@ -33,6 +38,7 @@ class _Pre:
 
 _PRE = {
     "qwen2": _Pre((_QWEN2,)),
+    "deepseek-r1-qwen": _Pre((_QWEN2,)),
     "qwen35": _Pre((_QWEN35,)),
     "smollm": _Pre((r"\p{N}", _GPT2)),
     "gpt-2": _Pre((_GPT2,)),
@@ -40,6 +46,7 @@ _PRE = {
     "llama-bpe": _Pre((_LLAMA3,), ignore_merges=True, add_bos=True),
     "llama3": _Pre((_LLAMA3,), ignore_merges=True, add_bos=True),
     "llama-v3": _Pre((_LLAMA3,), ignore_merges=True, add_bos=True),
+    "tekken": _Pre((_TEKKEN,), ignore_merges=True, add_bos=True),
     "glm4": _Pre((_LLAMA3,), ignore_merges=True),
     "chatglm-bpe": _Pre((_LLAMA3,)),
     "laguna": _Pre((_NEWLINE_RUN, _QWEN2)),

@@ -150,10 +150,12 @@ def copy_files(partial: Path, source: Path) -> None:
 def write_config(partial: Path, config: dict[str, Any], outputs: Sequence[Output], default: Format) -> None:
     """Write config.json: the source's, and how each matrix is stored.
 
-    mlx-lm knows WeDLM's network as Qwen3. `open_checkpoint` tells them apart by the class.
+    mlx-lm knows WeDLM's network as Qwen3, without norms of heads as Qwen2. `open_checkpoint` tells them apart by the
+    class.
     """
     if config["model_type"] == "wedlm":
-        config = config | {"model_type": "qwen3", "architectures": [WEDLM]}
+        network = "qwen3" if config.get("qk_norm") in (None, True) else "qwen2"
+        config = config | {"model_type": network, "architectures": [WEDLM]}
     rewrite(partial / "config.json", json.dumps(_with_quantization(config, outputs, default), indent=1))
 
 

@@ -35,11 +35,11 @@ class Rope:
 
 
 class ExpertWeights(NamedTuple):
-    """A feed-forward network of E experts and a shared expert, which computes every row.
+    """A feed-forward network of E experts, and perhaps a shared expert, which computes every row.
 
     router          (E, hidden)
     gate_up, down   (E, 2 F, hidden), gate rows first, and (E, hidden, F)
-    shared_gate_up  (2 F', hidden), of the shared expert, as shared_down (hidden, F')
+    shared_gate_up  (2 F', hidden), of the shared expert, as shared_down (hidden, F'); None: there is no shared expert
     shared_gate     (1, hidden): the sigmoid of its product scales the shared expert's output; None: no scale
     bias            (E,), added to the sigmoids by which experts are chosen; None: they are chosen by softmax
     """
@@ -47,8 +47,8 @@ class ExpertWeights(NamedTuple):
     router: Weight
     gate_up: Weight
     down: Weight
-    shared_gate_up: Weight
-    shared_down: Weight
+    shared_gate_up: Weight | None = None
+    shared_down: Weight | None = None
     shared_gate: Weight | None = None
     bias: Array | None = None
 
@@ -125,7 +125,7 @@ class Ops(Backend):
 
     @abstractmethod
     def add(self, x: Array, y: Array) -> Array:
-        """Compute x + y of the same shape; y (1, n) is added to every row of x (T, n)."""
+        """Compute x + y of the same shape; a vector y (n,), or a row (1, n), is added to every row of x (T, n)."""
 
     @abstractmethod
     def swiglu(self, gate: Array, up: Array) -> Array:
@@ -329,21 +329,24 @@ class Ops(Backend):
         return self.swiglu(z, self.rms_norm(x, weight, eps))
 
     def moe_ffn(self, x: Array, w: ExpertWeights, top_k: int, scale: float = 1.0) -> Array:
-        """Compute the sum of each row's `top_k` best experts and the shared expert: x (T, hidden) -> (T, hidden).
+        """Compute the sum of each row's `top_k` best experts and any shared expert: x (T, hidden) -> (T, hidden).
 
         scale  sum of the weights of a row's experts, if the router has a bias
         """
         if isinstance(w.gate_up, Streamed):
             w.gate_up.prefetch()
-        y = self.linear(x, w.shared_gate_up)
-        F = y.shape[-1] // 2
-        y = self.linear(self.swiglu(y[:, :F], y[:, F:]), w.shared_down)
-        if w.shared_gate is not None:
-            y = self.mul_sigmoid(y, self.linear(x, w.shared_gate))
+        y = None if w.shared_gate_up is None else self._shared_expert(x, w)
         logits = self.linear(x, w.router)
         softmax = w.bias is None
         chosen = self.route_softmax(logits, top_k) if softmax else self.route_sigmoid(logits, w.bias, top_k, scale)
-        return self.add(self.moe(x, w.gate_up, w.down, *chosen), y)
+        best = self.moe(x, w.gate_up, w.down, *chosen)
+        return best if y is None else self.add(best, y)
+
+    def _shared_expert(self, x: Array, w: ExpertWeights) -> Array:
+        y = self.linear(x, w.shared_gate_up)
+        F = y.shape[-1] // 2
+        y = self.linear(self.swiglu(y[:, :F], y[:, F:]), w.shared_down)
+        return y if w.shared_gate is None else self.mul_sigmoid(y, self.linear(x, w.shared_gate))
 
     def delta_mixer(self, x: DeltaInputs, w: DeltaWeights, key_heads: int, conv: Any, delta: Any, step: Step) -> Array:
         """Apply convolution, gated delta rule and gated norm to the rows x: (T, Hv, Dv).

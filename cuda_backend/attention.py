@@ -38,7 +38,7 @@ from cuda_backend.layout import (
 from cuda_backend.lazy import Lazy, Op, Target
 from cuda_backend.occupancy import Card
 from cuda_backend.replay import DeviceStep, bucket
-from cuda_backend.rows import before_heads, emit_copy, norm_and_rope
+from cuda_backend.rows import before_bias, before_heads, emit_copy, norm_and_rope
 from cuda_backend.views import NOTHING, float4_aligned, out_of, packed_only, turns, view
 
 LOG2_E = 1.4426950408889634  # exponentials are powers of 2
@@ -248,13 +248,15 @@ def heads_to_cache(
     T, K, D = k.shape
     H = q.shape[1] if q else 0
     queries = q or k
-    sources = before_heads(queries), before_heads(k), v
+    unbiased = [before_bias(x) for x in (before_heads(queries), before_heads(k), v)]
+    sources, biases = [source for source, _ in unbiased], [bias for _, bias in unbiased]
     (q_norm, q_weight, q_eps, q_rope), (k_norm, k_weight, k_eps, k_rope) = norm_and_rope(queries), norm_and_rope(k)
     formats = *format_defines(keys, values), *exact.defines
+    biased = ("BIASED=1",) if any(biases) else ()
     alike = q_norm == k_norm and q_eps == k_eps and bytes(q_rope) == bytes(k_rope)
     if alike and D in (128, 256) and T <= MAX_DECODE_ROWS and float4_aligned(*sources, flat=False) and turns(q_rope):
         ctas = sum(n if x.partials > 1024 // D else -(-n // 4) for x, n in zip(sources, (H, K, K), strict=True))
-        kernel("to_cache", "to_cache", (f"D={D}", f"ALONE={int(T == 1)}", *formats))(
+        kernel("to_cache", "to_cache", (f"D={D}", f"ALONE={int(T == 1)}", *formats, *biased))(
             (T * ctas,),
             (128,),
             (
@@ -268,11 +270,12 @@ def heads_to_cache(
                 keys.record,
                 values.record,
                 exact.record,
+                *biases,
             ),
             stream=context.stream,
         )
         return
-    kernel("heads_to_cache", "heads_to_cache", (f"WIDTH={D}", *formats) if formats else ())(
+    kernel("heads_to_cache", "heads_to_cache", (*((f"WIDTH={D}", *formats) if formats else ()), *biased))(
         (-(-T * (H + 2 * K) // 8),),
         (256,),
         (
@@ -289,6 +292,7 @@ def heads_to_cache(
             keys.record,
             values.record,
             exact.record,
+            *biases,
         ),
         shared_mem=32 * padded(D),
         stream=context.stream,

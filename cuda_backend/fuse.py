@@ -61,6 +61,12 @@ def _rope_alone(heads: Lazy) -> bool:
     return _ungated(heads) and not heads.parameters.norm
 
 
+def _of_a_vector(added: Lazy) -> bool:
+    """Test whether the same row is added to every row, in fours."""
+    vector = added.inputs[1]
+    return vector.strides[0] == 0 and vector.address % 16 == 0
+
+
 FUSIONS = (
     Fusion("norm", "add", "rows.cu add_norm, light.cu add_scale"),
     Fusion("norm of a sum", "experts", "moe.cu combine_scale", _experts_aligned),
@@ -68,6 +74,7 @@ FUSIONS = (
     Fusion("add", "experts", "moe.cu combine", _alone),
     Fusion("gate", "attention", "pieces.cu combine", _of_128_channels),
     Fusion("cache", "heads", "to_cache.cu to_cache, heads_to_cache.cu heads_to_cache", _ungated, computed=True),
+    Fusion("biased cache", "add", "to_cache.cu to_cache, heads_to_cache.cu heads_to_cache", _of_a_vector),
     Fusion("latent cache", "heads", "latent.cu gather", _rope_alone),
     Fusion("latent cache", "norm", "latent.cu gather"),
     Fusion("product", "norm", "light.cu add_scale, moe.cu combine_scale", _of_128, computed=True),

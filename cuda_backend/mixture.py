@@ -44,7 +44,7 @@ class Router(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """Experts, and a shared one beside them."""
+    """Experts, and perhaps a shared one beside them."""
 
     gate_up: Weight
     down: Weight
@@ -75,8 +75,8 @@ def moe_ffn(
     shared_gate  matrix of the gate on the shared expert; None: no gate
     """
     shared_gate_up, shared_down = experts.shared_gate_up, experts.shared_down
-    assert shared_gate_up
-    assert shared_down
+    if shared_gate_up is None or shared_down is None:
+        return _chosen(context, x, matrix, router, experts, None)
     if joins(experts.gate_up, shared_gate_up) and joins(experts.down, shared_down):
         return _chosen(context, x, matrix, router._replace(shared=True), experts, shared_gate)
 

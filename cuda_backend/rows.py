@@ -113,7 +113,7 @@ def keep(context: Context, x: Array) -> Array:
 
 
 def add(context: Context, x: Array, y: Array) -> Array:
-    if y.shape[0] == 1 < x.shape[0]:
+    if len(y.shape) < len(x.shape) or y.shape[0] == 1 < x.shape[0]:
         y = summed(context, y)
         y = Array(x.shape, y.address, strides=(0, 1), owner=y.owner)
     experts = fused("add", x)
@@ -312,6 +312,12 @@ def norm_and_rope(x: Array) -> tuple[bool, int, float, np.ndarray]:
     if not heads:
         return False, 0, 0.0, NO_ROPE
     return heads.parameters.norm, heads.parameters.address, heads.parameters.eps, heads.parameters.rope
+
+
+def before_bias(x: Array) -> tuple[Array, int]:
+    """Return the input of x, and the address of the vector that the launch that writes the cache adds; else (x, 0)."""
+    added = fused("biased cache", x)
+    return (added.inputs[0].reshape(x.shape), added.inputs[1].address) if added else (x, 0)
 
 
 def before_rope(x: Array) -> tuple[Array, np.ndarray]:

@@ -150,7 +150,7 @@ class MlxOps(Ops):
         return mx.concatenate([y[..., :n] * rope.magnitude, y[..., n:]], axis=-1)
 
     def add(self, x: Array, y: Array) -> Array:
-        return x + y
+        return x + (self._like_activations(y) if y.ndim < x.ndim else y)
 
     def swiglu(self, gate: Array, up: Array) -> Array:
         return elementwise.swiglu(gate, up)

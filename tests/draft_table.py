@@ -74,6 +74,9 @@ def _eagle3(folder: Path, name: str, target: Model) -> Path:
 THREE_LAYERS = (
     "llama",
     "qwen3",
+    "mistral",
+    "qwen2",
+    "qwen3moe",
     "qwen35",
     "qwen35moe",
     "laguna",

@@ -33,6 +33,7 @@ WIDE: dict[str, dict[str, Any]] = {
 # Sizes whose halves are whole groups of 32 columns.
 GROUPED: dict[str, dict[str, Any]] = {
     "qwen3": {"intermediate_size": 128},
+    "qwen3moe": {"moe_intermediate_size": 64},
     "qwen35": {"intermediate_size": 128, "linear_value_head_dim": 32},
     "qwen35moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "linear_value_head_dim": 32},
     "laguna-m1": {"intermediate_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},

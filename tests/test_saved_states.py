@@ -20,7 +20,7 @@ TREE = [PAST, 0, 1, 1, 0, 4, 2, 3]
 quick = settings(max_examples=6, derandomize=True)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen35", "laguna", "glm", "bounded", "pair"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen35", "laguna", "mistral", "glm", "bounded", "pair"])
 def model(ops, request, tmp_path_factory):
     if request.param == "bounded":
         return bounded(tiny.load("qwen3", ops), 12)
@@ -30,6 +30,8 @@ def model(ops, request, tmp_path_factory):
         return load_pair(tiny_draft.write(folder, c.hidden, c.vocab, len(target.layout.layers), (0, 1)), target)
     model = tiny.load(request.param, ops)
     c = model.config
+    if request.param == "mistral":  # every layer has a window
+        return replace(model, config=replace(c, window=5))
     if request.param != "laguna":
         return model
     # a full layer, and one whose window the rows of these tests leave

@@ -36,12 +36,14 @@ parent_lists = st.integers(1, 9).flatmap(lambda n: st.tuples(*(st.integers(PAST,
 pasts = st.sampled_from([0, 1, 2, 3, 4, 9])  # around the 3 rows that a convolution keeps
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen35", "laguna", "glm"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen35", "laguna", "mistral", "glm"])
 def model(ops, request):
     model = tiny.load(request.param, ops)
     c = model.config
     if request.param == "qwen3":
         return model
+    if request.param == "mistral":  # every layer has a window
+        return replace(model, config=replace(c, window=5))
     if request.param == "qwen35":  # one round of layers has every kind of state
         c = replace(c, is_attention=c.is_attention[:4])
     elif request.param == "laguna":  # a full layer, and one whose window the rows of these tests leave

@@ -17,6 +17,7 @@ from common.step import State, Step
 
 FOLDER = Path(__file__).parent / "data" / "models"
 MODELS = ["llama", "llama-untied", "qwen3", "qwen3-yarn", "qwen35", "qwen35moe", "laguna", "laguna-m1", "glm"]
+MODELS += ["qwen3moe", "qwen2", "mistral"]
 CAPACITY = 640
 
 
@@ -36,9 +37,9 @@ def golden(name: str) -> dict[str, np.ndarray]:
         return dict(file)
 
 
-def wedlm(folder: Path, **keys: Any) -> Path:
-    """Write the tiny qwen3 model to `folder` as a WeDLM model, with further keys of its config.json."""
-    shutil.copytree(FOLDER / "qwen3", folder, dirs_exist_ok=True)
+def wedlm(folder: Path, name: str = "qwen3", **keys: Any) -> Path:
+    """Write the tiny model `name` to `folder` as a WeDLM model, with further keys of its config.json."""
+    shutil.copytree(FOLDER / name, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "wedlm"} | keys))
     return folder

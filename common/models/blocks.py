@@ -1,4 +1,4 @@
-"""Parts that model files share: rope settings, dense FFN, experts of a sigmoid router, the loop over layers, head."""
+"""Parts that model files share: rope settings, dense FFN, experts and their router, the loop over layers, head."""
 
 import math
 from collections.abc import Callable
@@ -23,13 +23,13 @@ RowFn = Callable[[Array], Array]  # of x (T, hidden)
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts chosen by a sigmoid router, and shared ones of `shared_ffn` channels in all."""
+    """Experts chosen by a router, and shared ones of `shared_ffn` channels in all."""
 
     count: int
     top_k: int
     ffn: int
-    shared_ffn: int
-    scale: float  # sum of the chosen experts' weights
+    shared_ffn: int = 0
+    scale: float = 1.0  # sum of the chosen experts' weights
 
     def __post_init__(self) -> None:
         if self.top_k > self.count:
@@ -92,41 +92,13 @@ def sigmoid_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
 
 
 def sigmoid_moe_weights(tensor: Names, hidden: int, e: Experts, ranks: Ranks = ONE) -> Table:
-    """List the weights of a mixture, named as in training, transformers or mlx-lm, stacked or one per expert.
-
-    A rank holds all experts, each with `e.ffn` of its channels.
-    """
-    channels, shared_channels = ranks.segment(e.ffn), ranks.segment(e.shared_ffn)
-
-    def first(hf: str, *others: str) -> str:
-        return next((name for name in (hf, *others) if tensor.has(name)), hf)
-
-    def experts(part: str, gguf: str, shape: tuple[int, ...], shard: Shard | None) -> Stored:
-        if tensor.has(f"mlp.experts.0.{part}.weight"):
-            names = tuple(f"{tensor.prefix}mlp.experts.{i}.{part}.weight" for i in range(e.count))
-            return Stored(names, shape, shard=shard)
-        return tensor(first(f"mlp.switch_mlp.{part}.weight", f"mlp.experts.{part}"), gguf, shape, shard=shard)
-
-    E, F, S = e.count, e.ffn, e.shared_ffn
-    if tensor.has("mlp.experts.gate_up_proj") or tensor.has("ffn_gate_up_exps.weight"):
-        both = by_expert_rows(channels, channels)
-        gate_up = ExpertMatrix(
-            tensor("mlp.experts.gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, hidden), shard=both)
-        )
-    else:
-        gate_up = ExpertMatrix(
-            experts("gate_proj", "ffn_gate_exps.weight", (E, F, hidden), by_expert_rows(channels)),
-            experts("up_proj", "ffn_up_exps.weight", (E, F, hidden), by_expert_rows(channels)),
-        )
+    """List the weights of a mixture with a sigmoid router, whose scores have biases, and with shared experts."""
+    shared_channels, S = ranks.segment(e.shared_ffn), e.shared_ffn
     shared = "mlp.shared_expert" if tensor.has("mlp.shared_expert.gate_proj.weight") else "mlp.shared_experts"
-    bias = first("mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias")
+    bias = _first(tensor, "mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias")
     return {
-        "router": Matrix(tensor(first("mlp.gate.weight", "mlp.gate.proj.weight"), "ffn_gate_inp.weight", (E, hidden))),
-        "router_bias": Vector(tensor(bias, "exp_probs_b.bias", (E,))),
-        "experts_gate_up": gate_up,
-        "experts_down": ExpertMatrix(
-            experts("down_proj", "ffn_down_exps.weight", (E, hidden, F), by_columns(channels))
-        ),
+        **routed_weights(tensor, hidden, e, ranks),
+        "router_bias": Vector(tensor(bias, "exp_probs_b.bias", (e.count,))),
         "gate_up": Matrix(
             tensor(f"{shared}.gate_proj.weight", "ffn_gate_shexp.weight", (S, hidden), shard=by_rows(shared_channels)),
             tensor(f"{shared}.up_proj.weight", "ffn_up_shexp.weight", (S, hidden), shard=by_rows(shared_channels)),
@@ -137,6 +109,55 @@ def sigmoid_moe_weights(tensor: Names, hidden: int, e: Experts, ranks: Ranks = O
             )
         ),
     }
+
+
+def softmax_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
+    """Return the best experts of each row by a softmax, of this rank's channels: x (T, hidden) -> (T, hidden)."""
+    return ops.moe_ffn(x, ExpertWeights(w.router, w.experts_gate_up, w.experts_down), e.top_k)
+
+
+def routed_weights(tensor: Names, hidden: int, e: Experts, ranks: Ranks = ONE) -> Table:
+    """List a router and its experts, named as in training, transformers or mlx-lm, stacked or one tensor per expert.
+
+    A rank holds all experts, each with `e.ffn` of its channels.
+    """
+    channels = ranks.segment(e.ffn)
+
+    def experts(part: str, gguf: str, shape: tuple[int, ...], shard: Shard | None) -> Stored:
+        stacks = (f"mlp.switch_mlp.{part}.weight", f"mlp.experts.{part}")
+        if tensor.dialect == "gguf" or any(map(tensor.has, stacks)):
+            return tensor(_first(tensor, *stacks), gguf, shape, shard=shard)
+        if e.count > len(tensor.tensors):
+            raise BimetalError(
+                f"the configuration states {e.count} experts per layer; the files have {len(tensor.tensors)} tensors"
+            )
+        names = tuple(f"{tensor.prefix}mlp.experts.{i}.{part}.weight" for i in range(e.count))
+        return Stored(names, shape, shard=shard)
+
+    E, F = e.count, e.ffn
+    if tensor.has("mlp.experts.gate_up_proj") or tensor.has("ffn_gate_up_exps.weight"):
+        both = by_expert_rows(channels, channels)
+        gate_up = ExpertMatrix(
+            tensor("mlp.experts.gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, hidden), shard=both)
+        )
+    else:
+        gate_up = ExpertMatrix(
+            experts("gate_proj", "ffn_gate_exps.weight", (E, F, hidden), by_expert_rows(channels)),
+            experts("up_proj", "ffn_up_exps.weight", (E, F, hidden), by_expert_rows(channels)),
+        )
+    router = _first(tensor, "mlp.gate.weight", "mlp.gate.proj.weight")
+    return {
+        "router": Matrix(tensor(router, "ffn_gate_inp.weight", (E, hidden))),
+        "experts_gate_up": gate_up,
+        "experts_down": ExpertMatrix(
+            experts("down_proj", "ffn_down_exps.weight", (E, hidden, F), by_columns(channels))
+        ),
+    }
+
+
+def _first(tensor: Names, *names: str) -> str:
+    """Return the first of the names that a tensor has, else the first."""
+    return next((name for name in names if tensor.has(name)), names[0])
 
 
 def head_weight(c: Any, embed: Stored, head: Stored) -> Matrix | None:

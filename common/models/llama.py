@@ -1,6 +1,8 @@
-"""Llama (`llama`), Qwen3 (`qwen3`) and WeDLM's network (`wedlm`): grouped-query attention and a SwiGLU FFN.
+"""Llama (`llama`), Qwen2 (`qwen2`), Qwen3 (`qwen3`, `qwen3moe`), WeDLM (`wedlm`): grouped-query attention, SwiGLU FFN.
 
-Qwen3 norms each q and k head before rope; WeDLM-8B is Qwen3 with other weights.
+Qwen2 adds biases to q, k and v; Qwen3 norms each q and k head before rope. WeDLM-7B is Qwen2, WeDLM-8B is Qwen3 with
+other weights. In Qwen3's mixtures every layer has experts, chosen by a softmax, in place of the FFN. Mistral
+(`mistral`, in GGUF files `llama`; `mistral3` with a vision tower, which is not run) is Llama, perhaps with a window.
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +13,18 @@ import numpy as np
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
-from common.models.blocks import ffn_weights, gguf_rope, head_sizes, head_weight, hf_rope, swiglu_ffn, through
+from common.models.blocks import (
+    Experts,
+    ffn_weights,
+    gguf_rope,
+    head_sizes,
+    head_weight,
+    hf_rope,
+    routed_weights,
+    softmax_moe,
+    swiglu_ffn,
+    through,
+)
 from common.ops import Array, Ops, Rope
 from common.shards import ONE, Ranks, by_columns, by_rows
 from common.step import State, Step
@@ -19,31 +32,32 @@ from common.storage import KVSpec, LayerSpec
 from common.weights import Fix, Layout, Matrix, Names, Table, Vector, rows
 
 WEDLM_MASK = 151665
+NORMS_HEADS = ("qwen3", "qwen3_moe", "qwen3moe")  # WeDLM's files tell
 CLASSIFIERS = {"gguf": "cls.output.weight", "safetensors": "score.weight"}  # heads with a row for each label
 
 
 @dataclass(frozen=True)
 class Config:
-    architecture: str  # "llama", "qwen3" or "wedlm"
+    architecture: str  # a key of ARCHITECTURES in common/models/__init__.py
     vocab: int
     hidden: int
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int
+    ffn: int  # channels of the dense network; 0 if experts replace it
+    experts: Experts | None
     eps: float
     rope: Rope
     context: int
     tied: bool
+    norms_heads: bool  # whether there are norms of q and k
+    has_biases: bool  # whether there are biases of q, k and v
+    window: int | None = None  # keys that a row attends to, including its own; None: all
     mask_id: int | None = None  # of WeDLM: the token id of a masked position
     has_head: bool = True  # whether there are logits: some models of embeddings, and classifiers, have none
     ranks: Ranks = ONE  # ranks that share heads and channels; the numbers above are this rank's share
     kv_ranks: Ranks = ONE  # ranks that hold different KV heads
-
-    @property
-    def norms_heads(self) -> bool:
-        return self.architecture != "llama"
 
 
 def read_config(checkpoint: Checkpoint) -> Config:
@@ -58,42 +72,76 @@ def for_rank(c: Config, ranks: Ranks) -> Config:
         heads=ranks.divide(c.heads, "heads"),
         kv_heads=c.kv_heads // kv_ranks.size,
         ffn=ranks.divide(c.ffn, "channels of the feed-forward network"),
+        experts=c.experts and c.experts.for_rank(ranks),
         ranks=ranks,
         kv_ranks=kv_ranks,
     )
 
 
 def _hf_config(checkpoint: Checkpoint) -> Config:
-    keys = Keys(checkpoint.config, f"{checkpoint.path} config.json")
+    architecture, values = checkpoint.config["model_type"], checkpoint.config
+    if architecture == "mistral3":
+        values = Keys(values, f"{checkpoint.path} config.json").read("text_config", dict)
+        Keys(values, f"{checkpoint.path} config.json text_config").expect("model_type", "mistral")
+    keys = Keys(values, f"{checkpoint.path} config.json")
     keys.expect("hidden_act", "silu")
-    keys.expect("attention_bias", False)
     keys.expect("mlp_bias", False)
     keys.expect("use_sliding_window", False)
-    keys.expect("qk_norm", True)  # WeDLM-7B, which is Qwen2.5, has none
+    keys.expect("is_causal", True)  # some models of embeddings attend to later tokens
     keys.expect("partial_rotary_factor", 1.0)
     keys.expect("rope_parameters.partial_rotary_factor", 1.0)
     layers = keys.size("num_hidden_layers")
     sizes = head_sizes(checkpoint, keys, layers)
-    is_tied, has_own = keys.read("tie_word_embeddings", bool, False), "lm_head.weight" in checkpoint.tensors
-    is_classifier, is_base = CLASSIFIERS["safetensors"] in checkpoint.tensors, _is_base(checkpoint)
+    base, head = _prefixes(checkpoint)
+    is_tied, has_own = keys.read("tie_word_embeddings", bool, False), f"{head}lm_head.weight" in checkpoint.tensors
+    is_classifier, is_base = CLASSIFIERS["safetensors"] in checkpoint.tensors, not base
+    context = keys.size("max_position_embeddings")
+    is_wedlm = architecture == "wedlm"
+    keys.expect("attention_bias", False, is_wedlm)
+    experts = _hf_experts(keys) if architecture == "qwen3_moe" else None
     return Config(
-        architecture=keys.read("model_type", str),
+        architecture=architecture,
         vocab=keys.size("vocab_size"),
         **sizes,
         layers=layers,
-        ffn=keys.size("intermediate_size"),
+        ffn=0 if experts else keys.size("intermediate_size"),
+        experts=experts,
         eps=keys.positive("rms_norm_eps", 1e-6),
         rope=hf_rope(keys, sizes["head_dim"]),
-        context=keys.size("max_position_embeddings"),
+        context=context,
         tied=not has_own and (is_tied or is_base or is_classifier),
         has_head=has_own or not (is_classifier or (is_base and not is_tied)),
-        mask_id=_mask_id(keys) if checkpoint.config["model_type"] == "wedlm" else None,
+        norms_heads=keys.read("qk_norm", bool, True) if is_wedlm else architecture in NORMS_HEADS,
+        has_biases=architecture == "qwen2" or (is_wedlm and keys.read("attention_bias", bool, False)),
+        window=_window(keys, "sliding_window", context) if architecture.startswith("mistral") else None,
+        mask_id=_mask_id(keys) if is_wedlm else None,
     )
 
 
-def _is_base(checkpoint: Checkpoint) -> bool:
-    """Test whether the folder was saved without the class around the network, as models of embeddings are."""
-    return "embed_tokens.weight" in checkpoint.tensors
+def _window(keys: Keys, key: str, context: int) -> int | None:
+    """Read a window; None without one, or where the whole context is in it."""
+    window = keys.size(key, context)
+    return window if window < context else None
+
+
+def _hf_experts(keys: Keys) -> Experts:
+    """Read the experts of every layer; transformers 5 states their number as num_local_experts."""
+    keys.expect("decoder_sparse_step", 1)
+    keys.expect("mlp_only_layers", [])
+    if not keys.read("norm_topk_prob", bool):
+        raise BimetalError(f"{keys.where}: norm_topk_prob is False; supported: True")
+    count = "num_experts" if keys.get("num_local_experts") is None else "num_local_experts"
+    return Experts(keys.size(count), keys.size("num_experts_per_tok"), keys.size("moe_intermediate_size"))
+
+
+def _prefixes(checkpoint: Checkpoint) -> tuple[str, str]:
+    """Return the prefixes of the names of a folder's layers, and of its head.
+
+    The first is "" where it was saved without the class around the network, as models of embeddings are.
+    """
+    bases = ("", "model.", "language_model.model.", "model.language_model.")
+    base = next((base for base in bases if base + "embed_tokens.weight" in checkpoint.tensors), "model.")
+    return base, "language_model." if base.startswith("language_model.") else ""
 
 
 def _mask_id(keys: Keys) -> int | None:
@@ -112,21 +160,42 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     keys = Keys(checkpoint.config, str(checkpoint.path), prefix=architecture + ".", nested=False)
     layers = keys.size("block_count")
     sizes = head_sizes(checkpoint, keys, layers)
-    keys.expect("expert_count", 0)
+    experts = _gguf_experts(keys) if architecture == "qwen3moe" else None
+    if experts is None:
+        keys.expect("expert_count", 0)
     table = checkpoint.tensors.get("token_embd.weight")
+    is_wedlm, context = architecture == "wedlm", keys.size("context_length")
     return Config(
         architecture=architecture,
         vocab=table.shape[0] if table and table.shape else keys.size("vocab_size"),
         **sizes,
         layers=layers,
-        ffn=keys.size("feed_forward_length"),
+        ffn=0 if experts else keys.size("feed_forward_length"),
+        experts=experts,
         eps=keys.positive("attention.layer_norm_rms_epsilon"),
         rope=gguf_rope(keys, sizes["head_dim"], checkpoint.tensors.get("rope_freqs.weight")),
-        context=keys.size("context_length"),
+        context=context,
         tied="output.weight" not in checkpoint.tensors,
         has_head=CLASSIFIERS["gguf"] not in checkpoint.tensors or "output.weight" in checkpoint.tensors,
-        mask_id=_gguf_mask_id(checkpoint, keys) if architecture == "wedlm" else None,
+        norms_heads="blk.0.attn_q_norm.weight" in checkpoint.tensors if is_wedlm else architecture in NORMS_HEADS,
+        has_biases=architecture == "qwen2" or (is_wedlm and "blk.0.attn_q.bias" in checkpoint.tensors),
+        window=_gguf_window(keys, context) if architecture == "llama" else None,
+        mask_id=_gguf_mask_id(checkpoint, keys) if is_wedlm else None,
     )
+
+
+def _gguf_window(keys: Keys, context: int) -> int | None:
+    key = "attention.sliding_window"
+    return None if keys.get(key) == 0 else _window(keys, key, context)
+
+
+def _gguf_experts(keys: Keys) -> Experts:
+    keys.expect("expert_gating_func", 1)
+    keys.expect("expert_weights_norm", True)
+    keys.expect("expert_weights_scale", 0.0, 1.0)
+    keys.expect("expert_shared_count", 0)
+    keys.expect("leading_dense_block_count", 0)
+    return Experts(keys.size("expert_count"), keys.size("expert_used_count"), keys.size("expert_feed_forward_length"))
 
 
 def _gguf_mask_id(checkpoint: Checkpoint, keys: Keys) -> int:
@@ -139,13 +208,13 @@ def _gguf_mask_id(checkpoint: Checkpoint, keys: Keys) -> int:
 
 def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     dialect = "gguf" if checkpoint.format == "gguf" else "hf"
-    base = "" if _is_base(checkpoint) else "model."
+    base, head = _prefixes(checkpoint)
     tensor = Names(dialect, "", checkpoint.tensors)
     embed = tensor(base + "embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
     top: Table = {
         "embed": Matrix(embed),
         "norm": Vector(tensor(base + "norm.weight", "output_norm.weight", (c.hidden,))),
-        "head": head_weight(c, embed, tensor("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
+        "head": head_weight(c, embed, tensor(head + "lm_head.weight", "output.weight", (c.vocab, c.hidden))),
     }
     prefix = "blk.{}." if dialect == "gguf" else base + "layers.{}."
     names = [Names(dialect, prefix.format(i), checkpoint.tensors) for i in range(c.layers)]
@@ -158,7 +227,7 @@ def _layer_weights(c: Config, tensor: Names) -> Table:
 
     def half_split(heads: int) -> dict[str, Fix]:
         """Permute rows of llama GGUFs, where a rope pair is two adjacent rows of a head, to pairs (j, j + D/2)."""
-        if c.norms_heads:
+        if c.architecture != "llama":
             return {}
         return {"gguf": rows(np.arange(heads * D).reshape(heads, D // 2, 2).swapaxes(1, 2).ravel())}
 
@@ -175,8 +244,16 @@ def _layer_weights(c: Config, tensor: Names) -> Table:
             tensor("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D), shard=by_columns(heads))
         ),
         "ffn_norm": Vector(tensor("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
-        **ffn_weights(tensor, c.hidden, c.ffn, c.ranks),
+        **(
+            routed_weights(tensor, c.hidden, c.experts, c.ranks)
+            if c.experts
+            else ffn_weights(tensor, c.hidden, c.ffn, c.ranks)
+        ),
     }
+    if c.has_biases:
+        for part, n, segment in (("q", H, heads), ("k", K, kv_heads), ("v", K, kv_heads)):
+            name, shard = f"self_attn.{part}_proj.bias", by_rows(segment)
+            table[f"{part}_bias"] = Vector(tensor(name, f"attn_{part}.bias", (n * D,), shard=shard))
     if c.norms_heads:
         table["q_norm"] = Vector(tensor("self_attn.q_norm.weight", "attn_q_norm.weight", (D,)))
         table["k_norm"] = Vector(tensor("self_attn.k_norm.weight", "attn_k_norm.weight", (D,)))
@@ -188,13 +265,15 @@ def _ignored(name: str) -> str | None:
         return "the head of a classifier, which rerankers read"
     if name == "rope_freqs.weight":
         return "rope divisors, read with the configuration"
+    if name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector.")):
+        return "vision tower, not run"
     if name.endswith("rotary_emb.inv_freq"):
         return "rope frequencies, computed from the configuration"
     return None
 
 
 def state_spec(c: Config) -> list[LayerSpec]:
-    return [{"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}] * c.layers
+    return [{"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim, c.window)}] * c.layers
 
 
 def forward(
@@ -207,21 +286,23 @@ def forward(
 def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, rows: slice, x: Array) -> Array:
     mixed = attention(ops, c, w, state[layer].kv, step, ops.rms_norm(x, w.attn_norm, c.eps))
     x = ops.add(x, ops.all_reduce(mixed))[rows]
-    return ops.add(x, ops.all_reduce(swiglu_ffn(ops, w, ops.rms_norm(x, w.ffn_norm, c.eps))))
+    z = ops.rms_norm(x, w.ffn_norm, c.eps)
+    return ops.add(x, ops.all_reduce(softmax_moe(ops, c.experts, w, z) if c.experts else swiglu_ffn(ops, w, z)))
 
 
 def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, x: Array) -> Array:
     """Compute grouped-query attention for this rank's heads of x (T, hidden): (T, hidden)."""
     T, H, K, D = x.shape[0], c.heads, c.kv_heads, c.head_dim
     qkv = ops.linear(x, w.qkv)
-    q = qkv[:, : H * D].reshape(T, H, D)
-    k = qkv[:, H * D : (H + K) * D].reshape(T, K, D)
-    v = qkv[:, (H + K) * D :].reshape(T, K, D)
+    q, k, v = qkv[:, : H * D], qkv[:, H * D : (H + K) * D], qkv[:, (H + K) * D :]
+    if c.has_biases:
+        q, k, v = ops.add(q, w.q_bias), ops.add(k, w.k_bias), ops.add(v, w.v_bias)
+    q, k, v = q.reshape(T, H, D), k.reshape(T, K, D), v.reshape(T, K, D)
     if c.norms_heads:
         q = ops.norm_rope(q, w.q_norm, step.positions, c.rope, c.eps)
         k = ops.norm_rope(k, w.k_norm, step.positions, c.rope, c.eps)
     else:
         q = ops.rope(q, step.positions, c.rope)
         k = ops.rope(k, step.positions, c.rope)
-    o = ops.attention(q, k, v, kv, step, scale=D**-0.5)
+    o = ops.attention(q, k, v, kv, step, scale=D**-0.5, window=c.window)
     return ops.linear(o.reshape(T, H * D), w.o)

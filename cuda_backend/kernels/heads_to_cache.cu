@@ -1,10 +1,11 @@
-// heads_to_cache: norm and rope of q and k where they were deferred; then q as float16 for attention, and keys and values to the cache
+// heads_to_cache: biases, norm and rope of q and k where they were deferred; then q as float16 for attention, and keys and values to the cache
 // Meaning   the ops norm_rope or rope before NumpyOps.attention, and its write of the step's rows    Launcher  cuda_backend/attention.py
 // In        q (T, H, D), k and v (T, K, D) float32 with any strides, perhaps partial sums; of q and of k: whether to norm, weight [D]
 //           or null, eps, and a Rope (`pairs` 0: none)
 // Out       q_out [T][H][wide] float16, zeros after D; the step's rows of the planes `keys` and `values` (formats.cuh); with EXACT
 //           also their float16 copies and one query of each group (exact.cuh)
-// Build     for a cache that is not float16: WIDTH of a head, and the macros of formats.cuh
+// Build     for a cache that is not float16: WIDTH of a head, and the macros of formats.cuh; BIASED: vectors (heads x D) or null
+//           are added to q, k and v
 // Work      a warp per row and head of q, k or v; the head lies in shared memory
 // Assumes   `wide` is D rounded up to a multiple of 16
 // Numbers   float32, rounded once to float16; codes are bitwise those of NumPy (encode.cuh)
@@ -14,7 +15,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState* step, int T, int q_norm, const float*
                q_weight, float q_eps, Rope q_rope, int k_norm, const float* k_weight, float k_eps, Rope k_rope, u16*
-               q_out, Plane keys, Plane values, Exact exact) {
+               q_out, Plane keys, Plane values, Exact exact, const float* q_bias, const float* k_bias, const float* v_bias) {
     begin();
     extern __shared__ __align__(16) float shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all = H + 2 * K;
@@ -28,7 +29,7 @@ heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState*
     if (is_k) x = k, rope = k_rope;
     if (!is_q && !is_k) x = v, rope.pairs = 0;
     head_into(e, x, t, of, D, is_q ? q_norm : is_k && k_norm, is_q ? q_weight : k_weight,
-              is_q ? q_eps : k_eps, rope);
+              is_q ? q_eps : k_eps, rope, is_q ? q_bias : is_k ? k_bias : v_bias);
     const Run& run = run_at(step, t);
     const int place_in_cache = place_of(keys, run.past + t - run.first);
     Plane plane = values;

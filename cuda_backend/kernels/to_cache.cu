@@ -3,7 +3,7 @@
 // Launcher  cuda_backend/attention.py
 // In        q (T, H, D), k and v (T, K, D) float32, perhaps partial sums
 // Out       q_out [T][H][D] float16, and the step's rows of the cache
-// Build     D, formats.cuh; ALONE: the step has one row
+// Build     D, formats.cuh; ALONE: the step has one row; BIASED: vectors (heads x D) or null are added to q, k and v
 // Work      a warp per head, or, where it has more partial sums than a warp reads at once, four, each for every fourth of them,
 //           of which the first then norms, rotates and stores it. Angles and weights are loaded before the wait for the previous kernel.
 //           Few warps, so that `split`, which takes whole multiprocessors, starts beside them
@@ -18,6 +18,9 @@
 #define PARTS (D / 128)
 #ifndef ALONE
 #define ALONE 0
+#endif
+#ifndef BIASED
+#define BIASED 0
 #endif
 #if ALONE
 #define BOUND 128, 1  // otherwise the compiler saves registers, and loads wait for earlier ones
@@ -49,7 +52,7 @@ __device__ __forceinline__ void add_partials(float4 (&sum)[PARTS], const float* 
 
 extern "C" __global__ void __launch_bounds__(BOUND)
 to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm, const float* q_weight, const float* k_weight,
-         float eps, Rope rope, u16* q_out, Plane keys, Plane values, Exact exact) {
+         float eps, Rope rope, u16* q_out, Plane keys, Plane values, Exact exact, const float* q_bias, const float* k_bias, const float* v_bias) {
     release_next();
     __shared__ float4 parts[4][D / 4];
     const int q_ctas = q.partials > AT_ONCE ? H : (H + 3) / 4, k_ctas = k.partials > AT_ONCE ? K : (K + 3) / 4;
@@ -81,6 +84,13 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
         sincospif((float)(2.0 * (turn - rint(turn))), &sine, &cosine);
         c = make_float4(c.y, c.z, c.w, cosine * rope.magnitude), s = make_float4(s.y, s.z, s.w, sine * sign);
     }
+#if BIASED
+    const float* bias = kind == 0 ? q_bias : kind == 1 ? k_bias : v_bias;
+    float4 added[PARTS];
+#pragma unroll
+    for (int n = 0; n < PARTS; n++)
+        added[n] = bias ? *(const float4*)(bias + of * D + n * 128 + d) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#endif
 #if ALONE  // where the result goes
     Plane plane_of_row = values;
     if (kind == 1) plane_of_row = keys;
@@ -106,6 +116,10 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
             e[n] = plus(plus(plus(parts[0][i], parts[1][i]), parts[2][i]), parts[3][i]);
         }
     }
+#if BIASED
+#pragma unroll
+    for (int n = 0; n < PARTS; n++) e[n] = plus(e[n], added[n]);
+#endif
     float squares = 0.0f;
 #pragma unroll
     for (int n = 0; n < PARTS; n++) squares += e[n].x * e[n].x + e[n].y * e[n].y + (e[n].z * e[n].z + e[n].w * e[n].w);

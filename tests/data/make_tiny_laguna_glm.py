@@ -1,4 +1,4 @@
-"""Write tests/data/models/laguna, laguna-m1 and glm, as make_tiny_models.py does for the other models.
+"""Write tests/data/models/laguna, laguna-m1, glm and mistral, as make_tiny_models.py does for the other models.
 
 GLM's latent norms take the configuration's rms_norm_eps here, where transformers takes the default of its norm class.
 Beyond what that file describes, golden.npz of a model holds
@@ -14,7 +14,15 @@ import numpy as np
 import torch
 import transformers
 from make_tiny_models import HEADS, HERE, POSITIONS, SIZES, golden, make
-from transformers import DynamicCache, Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, LagunaConfig, LagunaForCausalLM
+from transformers import (
+    DynamicCache,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+    LagunaConfig,
+    LagunaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 16}
 YARN = {
@@ -60,6 +68,10 @@ MODELS: dict[str, tuple[Any, Any]] = {
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         ),
     ),
+    "mistral": (  # of version 0.1 of 7B: later releases have no window
+        MistralForCausalLM,
+        MistralConfig(**SIZES, **HEADS, vocab_size=96, num_hidden_layers=3, sliding_window=24),
+    ),
 }
 
 
@@ -69,7 +81,7 @@ def states(cache: DynamicCache, config: Any) -> dict[str, np.ndarray]:
         keys, values = (x[0].transpose(0, 1).numpy() for x in (layer.keys, layer.values))
         if config.model_type == "glm4_moe_lite":
             arrays[f"latent.{i}"] = np.concatenate([keys, values], axis=-1)[::16, 0]
-        elif config.layer_types[i] == "sliding_attention":
+        elif config.model_type == "mistral" or config.layer_types[i] == "sliding_attention":
             arrays[f"keys.{i}"] = keys[-config.sliding_window :][::16]
             arrays[f"values.{i}"] = values[-config.sliding_window :][::16]
         else:

@@ -22,12 +22,16 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 HERE = Path(__file__).parent / "models"
@@ -36,6 +40,7 @@ OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 1024, "initializer_range": 0.02}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # 4 * 16 differs from the hidden size
+KV_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}  # heads of 8
 DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12, "linear_value_head_dim": 16},
     "rope_parameters": {
@@ -83,6 +88,22 @@ MODELS = {  # class, configuration, stored type of the matrices
             vocab_size=96,
             num_hidden_layers=4,
         ),
+        torch.bfloat16,
+    ),
+    "qwen3moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            **SIZES,
+            **(HEADS | {k: v for k, v in EXPERTS.items() if not k.startswith("shared")}),
+            norm_topk_prob=True,
+            vocab_size=96,
+            num_hidden_layers=3,
+        ),
+        torch.bfloat16,
+    ),
+    "qwen2": (
+        Qwen2ForCausalLM,
+        Qwen2Config(**SIZES, **KV_HEADS, vocab_size=96, num_hidden_layers=3, **TIED),
         torch.bfloat16,
     ),
 }

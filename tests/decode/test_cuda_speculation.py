@@ -139,7 +139,7 @@ def test_candidates_after_the_token_before(name):
     assert_plain(pairs[0], TEXT[:20].tolist(), 12, Speculation("tree", 12))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35moe", "laguna", "laguna-m1", "glm"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe", "qwen35moe", "laguna", "laguna-m1", "glm"])
 @pytest.mark.parametrize("kind", ["DFlash2", "DSpark"])
 def test_text_of_every_family(kind, name):
     assert draft_table.works(draft_table.KINDS[kind], name, CudaOps())
@@ -216,7 +216,7 @@ def test_sampled_drafts_are_ranked_as_on_the_host(pair):
 
 
 @pytest.mark.parametrize("kind", ["chain", "lookup+tree"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35moe", "laguna", "glm"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe", "qwen35moe", "laguna", "glm"])
 def test_every_family_is_a_target(name, kind, tmp_path):
     """With a random draft, whose features come from the first and the last layer."""
     target = load_model(tiny.checkpoint(name), CudaOps())
@@ -226,7 +226,7 @@ def test_every_family_is_a_target(name, kind, tmp_path):
     assert_plain(load_pair(folder, target), prompt, 24, Speculation(kind, 40, top_k=32))
 
 
-@pytest.mark.parametrize("name", ["qwen35moe", "laguna", "glm"])
+@pytest.mark.parametrize("name", ["qwen3moe", "qwen35moe", "laguna", "glm"])
 def test_trees_with_cold_experts(name, tmp_path):
     """With a random draft, and some of the target's experts in slots: the text of the resident target."""
     checkpoint, whole = tiny.checkpoint(name), load_model(tiny.checkpoint(name), CudaOps())

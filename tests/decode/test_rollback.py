@@ -67,7 +67,7 @@ def test_state_after_trees(name, ops):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "qwen35", "laguna", "glm"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "laguna", "mistral", "glm"])
 def test_state_after_thousands_of_trees(name, ops):
     assert_same_state(tiny.load(name, ops), STEPS)
 

@@ -269,6 +269,23 @@ def test_words_of_the_vocabulary_that_no_merge_reaches():
         assert (ids[-1] == len(tokens) - 1) is whole
 
 
+def test_names_of_one_meaning():
+    for text in BPE["texts"]:
+        assert bpe("deepseek-r1-qwen").encode(text) == bpe("qwen2").encode(text)
+
+
+def test_tekken_splits():
+    """Words by their letters' cases, single digits, slashes with the punctuation before them."""
+    backend = bpe("tekken")._backend
+
+    def pieces(text):
+        return [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+    assert pieces("getHTTPResponse ÉTÉs été 123") == ["get", "HTTPResponse", " ÉTÉs", " été", " ", "1", "2", "3"]
+    assert pieces("a+=/\n\n  b don't") == ["a", "+=/\n\n", " ", " b", " don", "'t"]
+    assert bpe("tekken", bos_token_id=5, add_bos_token=None).add_bos
+
+
 def test_laguna_splits_before_a_run_of_newlines():
     def pieces(name):
         return [TOKENIZERS[name].decode([id]) for id in TOKENIZERS[name].encode("):\n")]
@@ -291,7 +308,7 @@ def test_chat_templates():
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        ({"pre": "tekken"}, "tokenizer.ggml.pre is 'tekken'; supported: chatglm-bpe, default, glm4, "),
+        ({"pre": "falcon"}, "tokenizer.ggml.pre is 'falcon'; supported: chatglm-bpe, deepseek-r1-qwen, default, "),
         ({"model": "t5"}, "tokenizer.ggml.model is 't5'; supported: gpt2"),
         ({"model": 7}, "tokenizer.ggml.model is 7, not a str"),
         ({"tokens": "abc"}, "tokenizer.ggml.tokens is 'abc', not a list"),

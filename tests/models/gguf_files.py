@@ -32,6 +32,7 @@ NAMES = {
     "linear_attn.dt_bias": "ssm_dt.bias",
     "linear_attn.norm.weight": "ssm_norm.weight",
     "linear_attn.out_proj.weight": "ssm_out.weight",
+    **{f"self_attn.{part}_proj.bias": f"attn_{part}.bias" for part in "qkv"},
     "mlp.gate_proj.weight": "ffn_gate.weight",
     "mlp.up_proj.weight": "ffn_up.weight",
     "mlp.down_proj.weight": "ffn_down.weight",
@@ -43,6 +44,7 @@ NAMES = {
 }
 TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
 TOP["lm_head.weight"] = "output.weight"
+ARCHITECTURES = {"mistral": "llama", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_moe": "qwen3moe"}
 DENSE = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 TYPES = {kind.name: kind for kind in gguf.GGMLQuantizationType}
 
@@ -76,9 +78,7 @@ def write_gguf(
         writer = gguf.GGUFWriter(path, architecture)
         gguf_laguna_glm.write_keys(writer, architecture, keys)
     else:
-        architecture = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}.get(
-            config["model_type"], config["model_type"]
-        )
+        architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
         writer = gguf.GGUFWriter(path, architecture)
         _write_keys(writer, config, architecture, mtp is True)
         tensors = _tensors(config, architecture, weights)
@@ -137,6 +137,8 @@ def _write_keys(writer: gguf.GGUFWriter, config: dict, architecture: str, mtp: b
     writer.add_vocab_size(config["vocab_size"])
     if "intermediate_size" in config:
         writer.add_feed_forward_length(config["intermediate_size"])
+    if architecture == "llama" and config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -152,11 +154,16 @@ def _write_keys(writer: gguf.GGUFWriter, config: dict, architecture: str, mtp: b
         writer.add_ssm_inner_size(values * config["linear_value_head_dim"])
     if mtp:
         writer.add_nextn_predict_layers(1)
-    if architecture == "qwen35moe":
-        writer.add_expert_count(config["num_experts"])
+    if architecture in ("qwen35moe", "qwen3moe"):
+        writer.add_expert_count(_experts(config))
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if architecture == "qwen35moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _experts(config: dict) -> int:
+    return config.get("num_experts") or config["num_local_experts"]
 
 
 def _tensors(config: dict, architecture: str, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -173,7 +180,7 @@ def _tensors(config: dict, architecture: str, weights: dict[str, np.ndarray]) ->
                 out[f"blk.{i}.{(NAMES | norms)[name]}"] = _converted(config, architecture, name, array)
         if "mlp.experts.0.gate_proj.weight" in layer:
             for part in ("gate", "up", "down"):
-                stack = [layer[f"mlp.experts.{e}.{part}_proj.weight"] for e in range(config["num_experts"])]
+                stack = [layer[f"mlp.experts.{e}.{part}_proj.weight"] for e in range(_experts(config))]
                 out[f"blk.{i}.ffn_{part}_exps.weight"] = np.stack(stack)
     return out
 

@@ -23,7 +23,7 @@ from cuda_backend.ops import CudaOps  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-MIXTURES = ["qwen35moe", "laguna", "glm"]
+MIXTURES = ["qwen35moe", "qwen3moe", "laguna", "glm"]
 TREE = [PAST, 0, 1, 1, 0, 4, 2, 3]
 SHARES = [0.0, 0.3, 0.6]  # of what lies between the least budget and all experts
 
@@ -162,7 +162,8 @@ def test_a_layer_that_runs_twice_in_a_step(path, name, whole):
     rows = random.normal(size=(2, 24, model.config.hidden)).astype(np.float32)
 
     def outputs(m, w):
-        weights = ExpertWeights(w.router, w.experts_gate_up, w.experts_down, w.gate_up, w.down)
+        shared = [getattr(w, key, None) for key in ("gate_up", "down")]
+        weights = ExpertWeights(w.router, w.experts_gate_up, w.experts_down, *shared)
         made = [upload(x[i : i + 1], m.ops.context.stream) for i in range(24) for x in rows]
         return [m.ops.read(m.ops.moe_ffn(Array(rows[0, :1].shape, x.address), weights, e.top_k)) for x in made]
 

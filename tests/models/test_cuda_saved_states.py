@@ -57,7 +57,7 @@ def check(model, ids, length, capacity):
 
 
 @pytest.mark.parametrize("length", [5, 140])
-@pytest.mark.parametrize("name", ["qwen3", "qwen35", "laguna", "glm"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "laguna", "mistral", "glm"])
 def test_families(ops, name, length):
     check(tiny.load(name, ops), tiny.golden(name)["ids"].astype(np.int32), length, tiny.CAPACITY)
 
@@ -79,7 +79,7 @@ def test_formats(pair, counts, monkeypatch):
     check(model, np.random.default_rng(1).integers(0, 512, 100).astype(np.int32), 37, 120)
 
 
-@pytest.mark.parametrize("name", ["qwen35", "laguna"])
+@pytest.mark.parametrize("name", ["qwen35", "laguna", "mistral"])
 def test_a_state_that_is_emptied(ops, name):
     model, ids = tiny.load(name, ops), tiny.golden(name)["ids"].astype(np.int32)
     state = model.new_state(tiny.CAPACITY)

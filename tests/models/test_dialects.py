@@ -59,7 +59,7 @@ def of_mlx_lm(c: Checkpoint) -> Checkpoint:
 def with_stacked_experts(c: Checkpoint) -> Checkpoint:
     """Experts of a layer in two tensors, as transformers holds them."""
     tensors = dict(c.tensors)
-    for i in range(4):
+    for i in range(c.config["num_hidden_layers"]):
         parts = [
             [dequantize(tensors.pop(f"model.layers.{i}.mlp.experts.{e}.{p}_proj.weight")) for e in range(8)]
             for p in ("gate", "up", "down")
@@ -68,6 +68,43 @@ def with_stacked_experts(c: Checkpoint) -> Checkpoint:
         for name, array in (("gate_up_proj", np.concatenate([gate, up], axis=1)), ("down_proj", down)):
             tensors[f"model.layers.{i}.mlp.experts.{name}"] = dense(name, array)
     return replace(c, tensors=tensors)
+
+
+def in_modules(c: Checkpoint) -> Checkpoint:
+    """mlx-lm's conversion of a mixture without Gated DeltaNet: experts of a layer stacked by projection."""
+    tensors = dict(c.tensors)
+    for i in range(c.config["num_hidden_layers"]):
+        for part in ("gate", "up", "down"):
+            names = [f"model.layers.{i}.mlp.experts.{e}.{part}_proj.weight" for e in range(8)]
+            tensors[f"model.layers.{i}.mlp.switch_mlp.{part}_proj.weight"] = stack([tensors.pop(n) for n in names])
+    return replace(c, tensors=tensors)
+
+
+def with_released_key(c: Checkpoint) -> Checkpoint:
+    """The number of experts by the name that releases state; transformers 5 writes another one."""
+    config = {key: value for key, value in c.config.items() if key != "num_local_experts"}
+    return replace(c, config=config | {"num_experts": 8})
+
+
+def beside_a_vision_tower(c: Checkpoint) -> Checkpoint:
+    """Mistral Small 3.1 as released, its text under language_model."""
+    c = renamed(c, lambda key: "language_model." + key)
+    extra = ("vision_tower.ln_pre.weight", "multi_modal_projector.linear_1.weight")
+    outer = {"model_type": "mistral3", "text_config": c.config}
+    return replace(c, config=outer, tensors=c.tensors | {key: dense(key, np.ones((2, 2))) for key in extra})
+
+
+def as_transformers_names_it(c: Checkpoint) -> Checkpoint:
+    """The same saved by transformers 5, its head outside of the text."""
+    c = renamed(c, lambda key: key.replace("model.", "model.language_model.", 1))
+    extra = "model.vision_tower.ln_pre.weight"
+    outer = {"model_type": "mistral3", "text_config": c.config}
+    return replace(c, config=outer, tensors=c.tensors | {extra: dense(extra, np.ones((2, 2)))})
+
+
+def of_mistral(c: Checkpoint) -> Checkpoint:
+    """Under the name of releases without a window, whose network is Llama's."""
+    return replace(c, config=c.config | {"model_type": "mistral", "sliding_window": None})
 
 
 def with_old_rope_keys(c: Checkpoint) -> Checkpoint:
@@ -94,7 +131,16 @@ SAFETENSORS = [
     ("qwen35", of_mlx_lm),
     ("qwen35moe", of_mlx_lm),
     ("qwen35moe", with_stacked_experts),
+    ("qwen3moe", with_stacked_experts),
+    ("qwen3moe", in_modules),
+    ("qwen3moe", with_released_key),
+    ("qwen3moe", with_old_rope_keys),
     ("llama", with_old_rope_keys),
+    ("llama", of_mistral),
+    ("mistral", with_old_rope_keys),
+    ("mistral", beside_a_vision_tower),
+    ("mistral", as_transformers_names_it),
+    ("qwen2", with_old_rope_keys),
     ("qwen3-yarn", with_old_rope_keys),
     ("qwen35", with_old_rope_keys),
     ("qwen35", with_interval),
@@ -157,6 +203,8 @@ GGUF = [
     ("qwen35", with_unit_axes),
     ("qwen35", fused_attention),
     ("qwen35moe", fused_experts),
+    ("qwen3moe", fused_experts),
+    ("qwen3moe", with_unit_axes),
     ("qwen35", other_norm_name),
     ("qwen35", listed_layers),
 ]
@@ -178,5 +226,5 @@ def test_safetensors(name, dialect):
 
 @pytest.mark.parametrize(("name", "dialect"), GGUF)
 def test_gguf(name, dialect, tmp_path):
-    path = write_gguf(tiny.FOLDER / name, tmp_path / "m.gguf", mtp=True)
+    path = write_gguf(tiny.FOLDER / name, tmp_path / "m.gguf", mtp=name.startswith("qwen35"))
     assert_golden(dialect(open_checkpoint(path)), name)

@@ -120,6 +120,25 @@ WRONG = [  # model, format, key, value, what the sentence says
     ("llama", "safetensors", "num_key_value_heads", 3, "3 key/value heads do not divide 4 heads"),
     ("qwen35", "safetensors", "linear_num_key_heads", 4, "4 key heads do not divide 6 value heads"),
     ("qwen35moe", "safetensors", "num_experts_per_tok", 9, "a token takes 9 experts of 8"),
+    ("qwen3moe", "safetensors", "num_local_experts", 10**9, "states 1000000000 experts per layer; the files have "),
+    ("qwen3moe", "safetensors", "num_local_experts", 0, "num_local_experts is 0, expected a number from 1"),
+    ("qwen3moe", "safetensors", "num_experts_per_tok", 9, "the configuration chooses 9 of 8 experts"),
+    ("qwen3moe", "safetensors", "moe_intermediate_size", 17, "shape (16, 32), the model's configuration says (17, 32)"),
+    ("qwen3moe", "safetensors", "norm_topk_prob", False, "norm_topk_prob is False; supported: True"),
+    ("qwen3moe", "safetensors", "norm_topk_prob", ..., "lacks the required key norm_topk_prob (bool)"),
+    ("qwen3moe", "safetensors", "decoder_sparse_step", 2, "decoder_sparse_step is 2; supported: 1"),
+    ("qwen3moe", "safetensors", "mlp_only_layers", [0], "mlp_only_layers is [0]; supported: []"),
+    ("qwen3moe", "gguf", "qwen3moe.expert_count", 10**9, "shape (8, 32), the model's configuration says (1000000000, "),
+    ("qwen3moe", "gguf", "qwen3moe.expert_used_count", 9, "the configuration chooses 9 of 8 experts"),
+    ("qwen3moe", "gguf", "qwen3moe.expert_gating_func", 2, "expert_gating_func is 2; supported: 1"),
+    ("qwen3moe", "gguf", "qwen3moe.expert_weights_norm", False, "expert_weights_norm is False; supported: True"),
+    ("qwen2", "safetensors", "use_sliding_window", True, "use_sliding_window is True; supported: False"),
+    ("qwen2", "safetensors", "is_causal", False, "is_causal is False; supported: True"),
+    ("qwen2", "safetensors", "num_attention_heads", 3, "2 key/value heads do not divide 3 heads"),
+    ("mistral", "safetensors", "sliding_window", 0, "sliding_window is 0, expected a number from 1"),
+    ("mistral", "safetensors", "sliding_window", "24", "sliding_window is '24', expected int"),
+    ("mistral", "gguf", "llama.attention.sliding_window", -1, "sliding_window is -1, expected a number from 1"),
+    ("mistral", "safetensors", "model_type", "mistral3", "lacks the required key text_config (dict)"),
     ("llama", "safetensors", "rms_norm_eps", 0, "rms_norm_eps is 0.0, expected a finite number above 0"),
     ("llama", "safetensors", "rms_norm_eps", float("nan"), "rms_norm_eps is nan, expected a finite number above 0"),
     ("llama", "safetensors", "rope_parameters", [1e4], "rope_parameters is [10000.0], expected dict"),
@@ -181,7 +200,7 @@ def with_tensor(checkpoint: Checkpoint, name: str, tensor: Tensor | None) -> Che
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("name", ["llama", "qwen35moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "qwen35moe"])
 def test_every_tensor_counts(checkpoints, name, form):
     """Without any one tensor, and with any one too long by a row, the file is refused by that tensor's name."""
     checkpoint = checkpoints(name, form)
@@ -212,6 +231,7 @@ def test_missing_tensors_are_listed(checkpoints):
         ("llama", "model.layers.0.self_attn.q_proj.bias"),
         ("llama", "model.layers.3.input_layernorm.weight"),
         ("qwen3", "model.layers.0.self_attn.sinks"),
+        ("qwen2", "model.layers.0.self_attn.o_proj.bias"),
         ("qwen35", "model.layers.3.linear_attn.A_log"),
         ("qwen35", "model.layers.0.mlp.gate.weight"),
     ],

@@ -189,6 +189,10 @@ TRAPS = [  # name, model, mistake
         op("norm_rope", lambda f, x, w, p, r, eps: REFERENCE.rms_norm(REFERENCE.rope(x, p, r), w, eps)),
     ),
     ("no q and k norm", "qwen3", op("norm_rope", lambda f, x, w, p, r, eps: REFERENCE.rope(x, p, r))),
+    ("no biases", "qwen2", op("add", lambda f, x, y: x if y.ndim == 1 else f(x, y))),
+    ("biases after rope", "qwen2", config(rope=lambda c: Rope(tuple(1e-9 for _ in c.rope.frequencies)))),
+    ("no window", "mistral", op("attention", lambda f, *a, window, **k: f(*a, window=None, **k))),
+    ("a window of one key more", "mistral", config(window=lambda c: c.window + 1)),
     # norms
     ("norms without + 1", "qwen35", weight(*NORMS, wrong=lambda w: w - 1)),
     ("norms + 1 twice", "qwen35", weight(*NORMS, wrong=lambda w: w + 1)),
@@ -200,6 +204,7 @@ TRAPS = [  # name, model, mistake
     ("one expert fewer", "qwen35moe", op("route_softmax", lambda f, logits, k: f(logits, k - 1))),
     ("equal experts", "qwen35moe", op("route_softmax", lambda f, *a: (f(*a)[0], np.full_like(f(*a)[1], 1 / 3)))),
     ("experts' gate and up swapped", "qwen35moe", weight("experts_gate_up", wrong=swap_halves)),
+    ("router not renormalized, no shared expert", "qwen3moe", op("route_softmax", top_of_softmax)),
     ("shared expert without its gate", "qwen35moe", op("mul_sigmoid", lambda f, x, g: f(x, g) if g.ndim > 2 else x)),
     # feed-forward, head, rope scaling
     ("gate and up swapped", "llama", op("swiglu", lambda f, gate, up: f(up, gate))),

@@ -150,6 +150,11 @@ def rows_cases() -> Iterator[Case]:
             "elementwise",
             lambda i, T=T: [i.ops.add(i.rows(T, 48), i.rows(1, 48))],  # type: ignore[misc]
         )
+        yield Case(
+            f"add-{T}-vector",
+            "elementwise",
+            lambda i, T=T: [i.ops.add(i.rows(T, 48), i.vector(48))],  # type: ignore[misc]
+        )
         yield Case(f"embed-{T}", "embed", embed(T))
         for shape in ((5, 3), (64, 96), (1, 160)):
             yield Case(f"linear-{T}-{shape}", "linear", linear(T, shape))

@@ -214,6 +214,47 @@ def test_heads_of_partial_sums(H, K, D, pairs, partials, ops):
     assert np.array_equal(np.concatenate(alone), out)
 
 
+@pytest.mark.parametrize("format", ["native", "q8_0"])
+@pytest.mark.parametrize("partials", [1, 3, 9])
+@pytest.mark.parametrize("D", [32, 80, 128, 256])
+def test_biases(D, partials, format, ops):
+    """Vectors are added to q, k and v in the launch that writes the cache, with the bits of launches of their own."""
+    if format == "q8_0" and D == 80:
+        pytest.skip("heads of 80 have no packed formats")
+    H, K, T = 6, 2, 140
+    random, rope = np.random.default_rng(3), Rope(tuple(0.3**i for i in range(D // 2)))
+    sums = [random.normal(size=(partials, T, n * D)).astype(np.float32) for n in (H, K, K)]
+    vectors = [f32(random.normal(scale=4, size=n * D)) for n in (H, K, K)]
+    spec = [{"kv": KVSpec(K, D, D, key_format=format, value_format=format)}]
+
+    def run(on, inputs, fuses=True):
+        n = len(inputs[0])
+        step, state = Step.chain(np.zeros(n, np.int32), 0), on.new_state(spec, 200)
+        positions = ops.context.on_device(step.positions) if on is ops else step.positions
+        added = [on.add(x, on.vector(b)).reshape(n, -1, D) for x, b in zip(inputs, vectors, strict=True)]
+        for x in () if fuses else added:
+            x.compute()
+        launched = on.launches
+        q, k = (on.rope(x, positions, rope) for x in added[:2])
+        out = on.attention(q, k, added[2], state[0].kv, step, D**-0.5)
+        return np.array(on.read(out)), on.launches - launched
+
+    def on_device(n):
+        ops.context.arena.reset()
+        flat = [rows_on(ops, np.ascontiguousarray(x[:, :n]).reshape(partials * n, -1)) for x in sums]
+        return [
+            Array((n, f.shape[1]), f.address, partials=partials, partial_stride=n * f.shape[1], owner=f) for f in flat
+        ]
+
+    want = run(NumpyOps(), [x.sum(0) for x in sums])[0]
+    for n in (1, 5, T):
+        (out, launches), (apart, as_many) = run(ops, on_device(n)), run(ops, on_device(n), fuses=False)
+        if D < 128 or partials <= 3 or n > MAX_DECODE_ROWS:  # otherwise warps share the partial sums of a head
+            assert np.array_equal(out, apart)
+        assert launches == as_many
+        assert np.abs(out - want[:n]).max() <= 3e-2 * np.abs(want).max()
+
+
 def test_rows_of_trees_are_plain_behind_a_long_past(ops, monkeypatch):
     """Where a single row's pieces are tiles, more than a warp reads together, and where they no longer are."""
     layer = Attention(ops, 6, 2, 16, KVSpec(2, 16, 16))

@@ -133,9 +133,9 @@ def attention_builds(card: Card) -> list[Build]:
     builds += [
         ("pieces", (*form, f"GATED={gated}", "WINDOWED=0", "FOLDED=1")) for form, (gated, w), _ in kinds if not w
     ]
-    builds += [("to_cache", (f"D={d}", f"ALONE={one}")) for d in (128, 256) for one in (0, 1)] + [
-        ("heads_to_cache", ())
-    ]
+    for biased in ((), ("BIASED=1",)):
+        builds += [("to_cache", (f"D={d}", f"ALONE={one}", *biased)) for d in (128, 256) for one in (0, 1)]
+        builds += [("heads_to_cache", biased)]
     builds += [("attention", (*whole_tiles(card, 256)[0], "DIM=256", "IN_PARTS=1"))]
     turned = itertools.product(("WARPS=1", "WARPS=2"), ("ALONE=0", "ALONE=1"), (0, 1), (32, 64, 128))
     forms = [(*form, f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}") for *form, gated, g in turned]
@@ -183,8 +183,11 @@ def packed_builds(card: Card) -> list[Build]:
         )
         exact = (*formats, "EXACT=1")
         for form in (formats, exact):
-            builds += [("to_cache", (f"D={d}", f"ALONE={one}", *form)) for one in (0, 1) if d in (128, 256)]
-            builds += [("heads_to_cache", (f"WIDTH={d}", *form))]
+            for biased in ((), ("BIASED=1",)):
+                builds += [
+                    ("to_cache", (f"D={d}", f"ALONE={one}", *form, *biased)) for one in (0, 1) if d in (128, 256)
+                ]
+                builds += [("heads_to_cache", (f"WIDTH={d}", *form, *biased))]
             builds += [("attention", (*whole_tiles(card, d)[0], f"DIM={d}", *form))]
         longest = max(FORMATS[name.lower()].row_bytes(d) for name in (keys, values))
         if longest == 512 and card.shared <= 64 << 10:
