@@ -64,6 +64,8 @@ def _qwen35(c: Any, values: Values) -> Values:
         keys["attention.recurrent_layers"] = [not is_attention for is_attention in c.is_attention]
     if c.experts is None:
         return keys | {"feed_forward_length": c.ffn}
+    if dense := values.get("intermediate_size"):  # which Qwen3-Next states and no layer has
+        keys["feed_forward_length"] = dense
     return keys | {
         "expert_count": c.experts.count,
         "expert_used_count": c.experts.top_k,
@@ -137,6 +139,7 @@ FAMILIES = {  # by config.json's model_type
     "llama": Family("llama", _llama),
     "qwen3": Family("qwen3", _llama),
     "wedlm": Family("wedlm", _llama),
+    "qwen3_next": Family("qwen3next", _qwen35),
     "qwen3_5": Family("qwen35", _qwen35),
     "qwen3_5_text": Family("qwen35", _qwen35),
     "qwen3_5_moe": Family("qwen35moe", _qwen35),

@@ -218,7 +218,7 @@ class Ops(Backend):
         """Compute the Gated DeltaNet recurrence (Yang et al., arXiv 2412.06464) along each row's ancestors in float32.
 
         q, k (T, Hk, Dk) before L2 normalization; v (T, Hv, Dv); a, b (T, Hv) -> (T, Hv, Dv).
-        Value head h uses key head h % Hk.
+        Value head h uses key head h % Hk, or h // (Hv / Hk) if the spec of `delta` is grouped.
         """
 
     # -- experts ---------------------------------------------------------------------------------------------------

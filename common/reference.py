@@ -235,9 +235,10 @@ class NumpyOps(Ops):
         self, q: Array, k: Array, v: Array, a: Array, b: Array, w: GateWeights, delta: Any, step: Step
     ) -> Array:
         step.the_slot()
-        repeats = v.shape[1] // k.shape[1]
-        q = np.tile(_l2_normalized(q) * np.float32(q.shape[-1] ** -0.5), (1, repeats, 1))
-        k = np.tile(_l2_normalized(k), (1, repeats, 1))
+        heads = np.arange(v.shape[1])
+        of_key = heads // (len(heads) // k.shape[1]) if delta.spec.grouped else heads % k.shape[1]
+        q = _l2_normalized(q)[:, of_key] * np.float32(q.shape[-1] ** -0.5)
+        k = _l2_normalized(k)[:, of_key]
         delta.rows = k, np.array(v), np.exp(w.decay * softplus(a + w.dt_bias)), sigmoid(b)
         out = np.empty_like(v)
         after: dict[int, np.ndarray] = {PAST: delta.matrix}

@@ -30,6 +30,7 @@ WIDE: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
     },
 }
+WIDE["qwen3next"] = WIDE["qwen35moe"]
 # Sizes whose halves are whole groups of 32 columns.
 GROUPED: dict[str, dict[str, Any]] = {
     "qwen3": {"intermediate_size": 128},
@@ -43,6 +44,7 @@ GROUPED: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
     },
 }
+GROUPED["qwen3next"] = GROUPED["qwen35moe"]
 
 
 class RankOps(NumpyOps):

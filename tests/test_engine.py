@@ -205,7 +205,7 @@ def models(kind, name, ops, folder):
 
 
 CASES = [
-    *[("plain", name) for name in ("llama", "qwen3", "qwen35", "qwen35moe", "laguna", "glm")],
+    *[("plain", name) for name in ("llama", "qwen3", "qwen35", "qwen35moe", "qwen3next", "laguna", "glm")],
     *[("draft", name) for name in ("qwen35", "laguna", "glm", "qwen3")],
     ("block", "qwen35"),
     pytest.param("block", "glm", marks=pytest.mark.slow),

@@ -27,6 +27,8 @@ ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config
     "laguna": laguna,
     "llama": llama,
     "qwen3": llama,
+    "qwen3_next": qwen35,
+    "qwen3next": qwen35,
     "qwen35": qwen35,
     "qwen35moe": qwen35,
     "qwen3_5": qwen35,
