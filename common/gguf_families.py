@@ -135,6 +135,16 @@ def _glm(c: Any, values: Values) -> Values:
     }
 
 
+def _gemma3(c: Any, values: Values) -> Values:
+    keys = _grouped(c) | {"block_count": len(c.is_sliding), "feed_forward_length": c.ffn}
+    return keys | ({"attention.sliding_window": c.window} if c.window else {})
+
+
+def _gemma3_rope(values: Values) -> Values:
+    ropes = values.get("rope_parameters") or {}
+    return values | {"rope_parameters": ropes.get("full_attention") or {}}
+
+
 FAMILIES = {  # by config.json's model_type
     "llama": Family("llama", _llama),
     "qwen3": Family("qwen3", _llama),
@@ -145,5 +155,7 @@ FAMILIES = {  # by config.json's model_type
     "qwen3_5_moe": Family("qwen35moe", _qwen35),
     "qwen3_5_moe_text": Family("qwen35moe", _qwen35),
     "laguna": Family("laguna", _laguna, rope=_laguna_rope),
+    "gemma3": Family("gemma3", _gemma3, theta=1e6, rope=_gemma3_rope),
+    "gemma3_text": Family("gemma3", _gemma3, theta=1e6, rope=_gemma3_rope),
     "glm4_moe_lite": Family("deepseek2", _glm, theta=1e6, pre="glm4"),
 }

@@ -132,6 +132,14 @@ class Ops(Backend):
         """Compute silu(gate) * up."""
 
     @abstractmethod
+    def geglu(self, gate: Array, up: Array) -> Array:
+        """Compute gelu(gate) * up, with the approximation by tanh."""
+
+    @abstractmethod
+    def scale(self, x: Array, factor: float) -> Array:
+        """Compute factor * x of x (T, n)."""
+
+    @abstractmethod
     def mul_sigmoid(self, x: Array, gate: Array) -> Array:
         """Compute x * sigmoid(gate); a gate with a last axis of 1 scales whole rows."""
 

@@ -41,6 +41,11 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x * sigmoid(x)
 
 
+def gelu(x: np.ndarray) -> np.ndarray:
+    """Compute x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x³), as x sigmoid(2 u)."""
+    return x * sigmoid(np.float32(2 * (2 / np.pi) ** 0.5) * (x + np.float32(0.044715) * x**3))
+
+
 def softplus(x: np.ndarray) -> np.ndarray:
     return np.logaddexp(0, x)
 
@@ -138,6 +143,12 @@ class NumpyOps(Ops):
 
     def swiglu(self, gate: Array, up: Array) -> Array:
         return silu(gate) * up
+
+    def geglu(self, gate: Array, up: Array) -> Array:
+        return gelu(gate) * up
+
+    def scale(self, x: Array, factor: float) -> Array:
+        return x * np.float32(factor)
 
     def mul_sigmoid(self, x: Array, gate: Array) -> Array:
         return x * sigmoid(gate)

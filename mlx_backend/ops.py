@@ -155,6 +155,12 @@ class MlxOps(Ops):
     def swiglu(self, gate: Array, up: Array) -> Array:
         return elementwise.swiglu(gate, up)
 
+    def geglu(self, gate: Array, up: Array) -> Array:
+        return elementwise.geglu(gate, up)
+
+    def scale(self, x: Array, factor: float) -> Array:
+        return x * factor
+
     def mul_sigmoid(self, x: Array, gate: Array) -> Array:
         return elementwise.mul_sigmoid(x, gate)
 

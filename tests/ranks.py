@@ -36,6 +36,7 @@ GROUPED: dict[str, dict[str, Any]] = {
     "qwen3": {"intermediate_size": 128},
     "qwen35": {"intermediate_size": 128, "linear_value_head_dim": 32},
     "qwen35moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "linear_value_head_dim": 32},
+    "gemma3": {"intermediate_size": 128},
     "laguna-m1": {"intermediate_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
     "glm": {
         "num_attention_heads": 8,

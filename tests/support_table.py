@@ -26,10 +26,11 @@ FAMILIES = {  # the family, and the tiny models that stand for it
     "Qwen3-Next (`qwen3next`)": ("qwen3next",),
     "Qwen3, WeDLM (`qwen3`)": ("qwen3", "qwen3-yarn"),
     "Llama, SmolLM2 (`llama`)": ("llama", "llama-untied"),
+    "Gemma 3 (`gemma3`)": ("gemma3",),
     "Laguna-XS.2, M.1 (`laguna`)": ("laguna", "laguna-m1"),
     "GLM-4.7-Flash (`glm4_moe_lite`, `deepseek2`)": ("glm",),
 }
-NO_GPU_RUN = {"qwen3next"}  # tiny models whose kernels ran on the CPU stand-in alone
+NO_GPU_RUN = {"qwen3next", "gemma3"}  # tiny models whose kernels ran on the CPU stand-in alone
 CLOSE = 1e-3  # logits: far above rounding, far below the quietest mistake in tests/models/test_traps.py
 
 

@@ -205,7 +205,7 @@ def models(kind, name, ops, folder):
 
 
 CASES = [
-    *[("plain", name) for name in ("llama", "qwen3", "qwen35", "qwen35moe", "qwen3next", "laguna", "glm")],
+    *[("plain", name) for name in ("llama", "qwen3", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna", "glm")],
     *[("draft", name) for name in ("qwen35", "laguna", "glm", "qwen3")],
     ("block", "qwen35"),
     pytest.param("block", "glm", marks=pytest.mark.slow),
@@ -374,7 +374,7 @@ def steps_of(monkeypatch):
     return rows
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen35", "laguna", "glm"])
+@pytest.mark.parametrize("name", ["llama", "qwen35", "laguna", "gemma3", "glm"])
 def test_others_decode_between_the_parts_of_a_prompts_step(name, monkeypatch):
     """Parts of layers give the bits of whole steps, of which a reply alone has its prompt read."""
     model, random = tiny.load(name, NumpyOps()), np.random.default_rng(2)

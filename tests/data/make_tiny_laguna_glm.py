@@ -1,5 +1,6 @@
-"""Write tests/data/models/laguna, laguna-m1 and glm, as make_tiny_models.py does for the other models.
+"""Write tests/data/models/laguna, laguna-m1, glm and gemma3, as make_tiny_models.py does for the other models.
 
+The scale of Gemma's embedding is rounded to bfloat16, as transformers does where weights are bfloat16.
 GLM's latent norms take the configuration's rms_norm_eps here, where transformers takes the default of its norm class.
 Beyond what that file describes, golden.npz of a model holds
 
@@ -14,7 +15,15 @@ import numpy as np
 import torch
 import transformers
 from make_tiny_models import HEADS, HERE, POSITIONS, SIZES, golden, make
-from transformers import DynamicCache, Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, LagunaConfig, LagunaForCausalLM
+from transformers import (
+    DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+    LagunaConfig,
+    LagunaForCausalLM,
+)
 
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 16}
 YARN = {
@@ -60,6 +69,17 @@ MODELS: dict[str, tuple[Any, Any]] = {
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         ),
     ),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(
+            **(SIZES | HEADS),
+            **{"vocab_size": 96, "num_hidden_layers": 8, "sliding_window": 24, "query_pre_attn_scalar": 16},
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e2, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+    ),
 }
 
 
@@ -79,7 +99,7 @@ def states(cache: DynamicCache, config: Any) -> dict[str, np.ndarray]:
 
 def write(name: str, cls: Any, config: Any, seed: int) -> None:
     torch.manual_seed(seed)
-    create = cls if config.model_type != "glm4_moe_lite" else partial(_glm, cls)
+    create = {"glm4_moe_lite": partial(_glm, cls), "gemma3_text": partial(_gemma, cls)}.get(config.model_type, cls)
     model = make(HERE / name, create, config, torch.bfloat16, seed)
     ids = torch.randint(0, config.vocab_size, (POSITIONS,), generator=torch.Generator().manual_seed(seed))
     cache = DynamicCache()  # without the configuration: keeps the rows before the window too
@@ -100,6 +120,14 @@ def _glm(cls: Any, config: Any) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.3 * torch.randn(buffer.shape))
+    return model
+
+
+@torch.no_grad()
+def _gemma(cls: Any, config: Any) -> Any:
+    model = cls(config)
+    scale = model.get_input_embeddings().embed_scale
+    scale.copy_(scale.bfloat16())
     return model
 
 

@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason="needs two G
 three = pytest.mark.skipif(COUNT < 3, reason="needs three GPUs")
 
 TREE = [PAST, 0, 1, 1, 0, 4, 2, 3]
-FAMILIES = ["llama", "qwen3", "qwen35", "qwen35moe", "qwen3next", "laguna", "glm"]
+FAMILIES = ["llama", "qwen3", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna", "glm"]
 TWO = Placement((0, 1), (1, 1))
 
 

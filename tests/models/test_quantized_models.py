@@ -43,7 +43,7 @@ from generate.__main__ import main
 
 IDS = tiny.golden("qwen3")["ids"][:96]
 MIXTURES = ["laguna", "laguna-m1", "glm", "qwen3next"]
-GGUF_MODELS = ["llama", "llama-untied", "qwen3", "qwen3-yarn", "qwen35", "qwen35moe", *MIXTURES]
+GGUF_MODELS = ["llama", "llama-untied", "qwen3", "qwen3-yarn", "qwen35", "qwen35moe", "gemma3", *MIXTURES]
 
 
 def source(name):

@@ -49,7 +49,7 @@ def compare(checkpoint, size, divides_head=False):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama-untied", "qwen3", "qwen35", "qwen35moe", "qwen3next", "laguna", "laguna-m1"]
+    "name", ["llama", "llama-untied", "qwen3", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna", "laguna-m1"]
 )
 def test_two_ranks(name):
     for ops, model in compare(tiny.checkpoint(name), 2):
@@ -93,7 +93,7 @@ def test_a_vocabulary_that_ranks_do_not_divide():
     assert Ranks(0, 2).head_rows(32) == 32
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen35", "qwen35moe", "qwen3next", "laguna-m1", "glm"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna-m1", "glm"])
 def test_quantized_matrices(name):
     """Groups of 32 columns go whole to a rank; what it multiplies are the same numbers."""
     checkpoint = ranks.grouped(name)
@@ -103,7 +103,14 @@ def test_quantized_matrices(name):
 
 @pytest.mark.parametrize(
     ("shape", "few"),
-    [("qwen3.6-27b", 8), ("wedlm-8b", 0), ("laguna-xs.2", 4), ("qwen3-next-80b-a3b", 4), ("glm-4.7-flash", 4)],
+    [
+        ("qwen3.6-27b", 8),
+        ("wedlm-8b", 0),
+        ("gemma-3-27b", 8),
+        ("laguna-xs.2", 4),
+        ("qwen3-next-80b-a3b", 4),
+        ("glm-4.7-flash", 4),
+    ],
 )
 def test_released_sizes(shape, few):
     """Two ranks divide each in its K-quants; so do more, up to where a block of 256 columns would be divided."""
@@ -137,7 +144,7 @@ def test_other_names(name, dialect):
     compare(dialect(tiny.checkpoint(name)), 2)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen35", "qwen35moe", "qwen3next", "laguna"])
+@pytest.mark.parametrize("name", ["llama", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna"])
 def test_gguf_files(tmp_path, name):
     """Value heads tiled over key heads, rope pairs as adjacent rows; 16-bit floats, which any ranks divide."""
     compare(open_checkpoint(write_gguf(tiny.FOLDER / name, tmp_path / "model.gguf", "F16")), 2)

@@ -127,6 +127,9 @@ def rows_cases() -> Iterator[Case]:
     def of_two(op: str, T: int, gate: int) -> Run:
         return lambda i: [getattr(i.ops, op)(i.rows(T, 48), i.rows(T, gate, scale=4))]
 
+    def scale(T: int) -> Run:
+        return lambda i: [i.ops.scale(i.rows(T, 50)[:, 1:-1], 5.65625), i.ops.scale(i.rows(T, 48), -0.5)]
+
     def rms_norm(T: int) -> Run:
         return lambda i: [
             i.ops.rms_norm(i.rows(T, 96), i.vector(96), 1e-5),
@@ -154,7 +157,9 @@ def rows_cases() -> Iterator[Case]:
         for shape in ((5, 3), (64, 96), (1, 160)):
             yield Case(f"linear-{T}-{shape}", "linear", linear(T, shape))
         yield Case(f"head_linear-{T}", "head_linear", head_linear(T, (3, 5, 24)))
-        for op, gate in (("add", 48), ("swiglu", 48), ("mul_sigmoid", 48), ("mul_sigmoid", 1), ("mul_softplus", 1)):
+        yield Case(f"scale-{T}", "elementwise", scale(T))
+        joined = ("add", 48), ("swiglu", 48), ("geglu", 48)
+        for op, gate in (*joined, ("mul_sigmoid", 48), ("mul_sigmoid", 1), ("mul_softplus", 1)):
             yield Case(f"{op}-{T}-{gate}", "elementwise", of_two(op, T, gate))
         yield Case(f"rms_norm-{T}", "rms_norm", rms_norm(T))
         yield Case(f"gated_rms_norm-{T}", "rms_norm", gated_rms_norm(T))
