@@ -78,6 +78,8 @@ def _qwen35(c: Any, values: Values) -> Values:
         keys["attention.recurrent_layers"] = [not is_attention for is_attention in c.is_attention]
     if c.experts is None:
         return keys | {"feed_forward_length": c.ffn}
+    if dense := values.get("intermediate_size"):  # which Qwen3-Next states and no layer has
+        keys["feed_forward_length"] = dense
     return keys | {
         "expert_count": c.experts.count,
         "expert_used_count": c.experts.top_k,
@@ -147,6 +149,16 @@ def _glm(c: Any, values: Values) -> Values:
     }
 
 
+def _gemma3(c: Any, values: Values) -> Values:
+    keys = _grouped(c) | {"block_count": len(c.is_sliding), "feed_forward_length": c.ffn}
+    return keys | ({"attention.sliding_window": c.window} if c.window else {})
+
+
+def _gemma3_rope(values: Values) -> Values:
+    ropes = values.get("rope_parameters") or {}
+    return values | {"rope_parameters": ropes.get("full_attention") or {}}
+
+
 FAMILIES = {  # by config.json's model_type
     "llama": Family("llama", _llama),
     "mistral": Family("llama", _llama),
@@ -155,10 +167,13 @@ FAMILIES = {  # by config.json's model_type
     "qwen3": Family("qwen3", _llama),
     "qwen3_moe": Family("qwen3moe", _qwen3moe),
     "wedlm": Family("wedlm", _llama),
+    "qwen3_next": Family("qwen3next", _qwen35),
     "qwen3_5": Family("qwen35", _qwen35),
     "qwen3_5_text": Family("qwen35", _qwen35),
     "qwen3_5_moe": Family("qwen35moe", _qwen35),
     "qwen3_5_moe_text": Family("qwen35moe", _qwen35),
     "laguna": Family("laguna", _laguna, rope=_laguna_rope),
+    "gemma3": Family("gemma3", _gemma3, theta=1e6, rope=_gemma3_rope),
+    "gemma3_text": Family("gemma3", _gemma3, theta=1e6, rope=_gemma3_rope),
     "glm4_moe_lite": Family("deepseek2", _glm, theta=1e6, pre="glm4"),
 }

@@ -18,11 +18,12 @@ from common.files import rewrite
 from common.outputs import Output, check_space, encoded_chunks, output_of, parts_of
 from common.pooling import POOLING_FOLDER
 from common.quantize import FLOAT_TYPES, Format, float_type, scale_type
+from common.quants import dequantize
 from common.recipe import Choice, Weight, choice_of
 from common.safetensors import MODES
 from common.tensors import Tensor
 from common.wedlm_calibration import NAME as CALIBRATION
-from common.weights import Layout, Stored, canonical
+from common.weights import Layout, Stored, canonical, dense
 
 SPLIT = {"k_up": "embed_q", "v_up": "unembed_out"}  # what mlx-lm makes of GLM's kv_b_proj, by our names
 KEPT_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # tokenizers, templates, settings, code
@@ -38,7 +39,8 @@ def folder_outputs(
     for name, tensor in checkpoint.tensors.items():
         new_name = _mlx_name(checkpoint, name)
         if name not in weights:
-            outputs.append(output_of(new_name, tensor))
+            if (kept := _as_mlx_lm(checkpoint, name, tensor)) is not None:
+                outputs.append(output_of(new_name, kept))
             continue
         weight, choice = weights[name], choices[name]
         if len(weight.stored.names) > 1:
@@ -96,6 +98,25 @@ def _mlx_name(checkpoint: Checkpoint, name: str) -> str:
     if name.startswith(("model.visual.", "visual.", "vision_tower.")):
         return name
     return "language_model." + name
+
+
+def _as_mlx_lm(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Tensor | None:
+    """Return a tensor that is no matrix as mlx-lm stores it: of Qwen3-Next norms around 1, taps last; None: left out.
+
+    mlx-lm does the same to other models when it reads them, but to this one only beside experts that are not stacked.
+    """
+    if checkpoint.config.get("model_type") != "qwen3_next" or tensor.shape[-1:] == (1,):
+        return tensor
+    if name.startswith("mtp."):
+        return None
+    conv = next(t for n, t in checkpoint.tensors.items() if n.endswith("conv1d.weight"))
+    if conv.shape[-1] == 1:  # of mlx-lm
+        return tensor
+    if name.endswith("conv1d.weight"):
+        return tensor.reshape((tensor.shape[0], tensor.shape[-1], 1))
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return dense(name, dequantize(tensor) + 1)
+    return tensor
 
 
 def _as_modules(name: str, tensor: Tensor, format: Format | None) -> list[tuple[str, Tensor]]:

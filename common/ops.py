@@ -132,6 +132,14 @@ class Ops(Backend):
         """Compute silu(gate) * up."""
 
     @abstractmethod
+    def geglu(self, gate: Array, up: Array) -> Array:
+        """Compute gelu(gate) * up, with the approximation by tanh."""
+
+    @abstractmethod
+    def scale(self, x: Array, factor: float) -> Array:
+        """Compute factor * x of x (T, n)."""
+
+    @abstractmethod
     def mul_sigmoid(self, x: Array, gate: Array) -> Array:
         """Compute x * sigmoid(gate); a gate with a last axis of 1 scales whole rows."""
 
@@ -218,7 +226,7 @@ class Ops(Backend):
         """Compute the Gated DeltaNet recurrence (Yang et al., arXiv 2412.06464) along each row's ancestors in float32.
 
         q, k (T, Hk, Dk) before L2 normalization; v (T, Hv, Dv); a, b (T, Hv) -> (T, Hv, Dv).
-        Value head h uses key head h % Hk.
+        Value head h uses key head h % Hk, or h // (Hv / Hk) if the spec of `delta` is grouped.
         """
 
     # -- experts ---------------------------------------------------------------------------------------------------

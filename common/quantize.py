@@ -159,17 +159,17 @@ def _affine(groups: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 def _fp4(groups: np.ndarray, mode: str, type_: str) -> tuple[np.ndarray, np.ndarray]:
     """Compute 4-bit codes (n, size) and stored scales uint8 (n, 1); each step is rounded to `type_` as in MLX."""
-    largest = _rounded(np.abs(groups).max(axis=1, keepdims=True) / np.float32(6), type_)
+    largest = rounded(np.abs(groups).max(axis=1, keepdims=True) / np.float32(6), type_)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         if mode == "nvfp4":
             exponents = to_e4m3(largest)
-            scales = _rounded(FP_MODES[mode][0](exponents), type_)
+            scales = rounded(FP_MODES[mode][0](exponents), type_)
         else:
             powers = np.ceil(np.log2(largest))
             powers = np.where(largest == 0, np.float32(0), powers)
             exponents = (powers.astype(np.int32) + 127).astype(np.uint8)
-            scales = _rounded(np.exp2(powers), type_)
-        sizes = np.abs(_rounded(groups / scales, type_))
+            scales = rounded(np.exp2(powers), type_)
+        sizes = np.abs(rounded(groups / scales, type_))
     sizes[np.broadcast_to(scales == 0, sizes.shape)] = 0
     codes = _FP4_CODES[np.minimum(np.ceil(4 * sizes), len(_FP4_CODES) - 1).astype(np.uint8)]
     return np.where((groups < 0) & (codes > 0), codes | np.uint8(8), codes), exponents
@@ -187,7 +187,7 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
     return codes.astype(np.uint8)
 
 
-def _rounded(values: np.ndarray, type_: str) -> np.ndarray:
+def rounded(values: np.ndarray, type_: str) -> np.ndarray:
     """Round float32 values to `type_`."""
     if type_ == "F16":
         return values.astype(np.float16).astype(np.float32)

@@ -18,7 +18,8 @@ from common.safetensors import MODES
 from common.tensors import Tensor
 from common.weights import Layout, Matrix, Stored
 
-FRAGILE = ("embed", "head", "in_proj_a", "in_proj_b", "ssm_alpha", "ssm_beta")  # few bytes, and a high loss in few bits
+DECAYS = ("in_proj_a", "in_proj_b", "in_proj_ba", "ssm_alpha", "ssm_beta", "ssm_ba")  # and weights of changes
+FRAGILE = ("embed", "head", *DECAYS)  # few bytes, and a high loss in few bits
 LARGEST_ERRORS = ("v_proj", "down_proj", "attn_v", "ffn_down", "experts.down_proj", "experts.ffn_down_exps")
 
 

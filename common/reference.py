@@ -41,6 +41,11 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x * sigmoid(x)
 
 
+def gelu(x: np.ndarray) -> np.ndarray:
+    """Compute x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x³), as x sigmoid(2 u)."""
+    return x * sigmoid(np.float32(2 * (2 / np.pi) ** 0.5) * (x + np.float32(0.044715) * x**3))
+
+
 def softplus(x: np.ndarray) -> np.ndarray:
     return np.logaddexp(0, x)
 
@@ -139,6 +144,12 @@ class NumpyOps(Ops):
     def swiglu(self, gate: Array, up: Array) -> Array:
         return silu(gate) * up
 
+    def geglu(self, gate: Array, up: Array) -> Array:
+        return gelu(gate) * up
+
+    def scale(self, x: Array, factor: float) -> Array:
+        return x * np.float32(factor)
+
     def mul_sigmoid(self, x: Array, gate: Array) -> Array:
         return x * sigmoid(gate)
 
@@ -235,9 +246,10 @@ class NumpyOps(Ops):
         self, q: Array, k: Array, v: Array, a: Array, b: Array, w: GateWeights, delta: Any, step: Step
     ) -> Array:
         step.the_slot()
-        repeats = v.shape[1] // k.shape[1]
-        q = np.tile(_l2_normalized(q) * np.float32(q.shape[-1] ** -0.5), (1, repeats, 1))
-        k = np.tile(_l2_normalized(k), (1, repeats, 1))
+        heads = np.arange(v.shape[1])
+        of_key = heads // (len(heads) // k.shape[1]) if delta.spec.grouped else heads % k.shape[1]
+        q = _l2_normalized(q)[:, of_key] * np.float32(q.shape[-1] ** -0.5)
+        k = _l2_normalized(k)[:, of_key]
         delta.rows = k, np.array(v), np.exp(w.decay * softplus(a + w.dt_bias)), sigmoid(b)
         out = np.empty_like(v)
         after: dict[int, np.ndarray] = {PAST: delta.matrix}

@@ -45,6 +45,7 @@ class NumpyDelta(NoRows):
     """The recurrent matrix per head, (Hv, Dk, Dv), and its values after the step's rows."""
 
     def __init__(self, spec: DeltaSpec):
+        self.spec = spec
         self.matrix = np.zeros((spec.heads, spec.key_dim, spec.value_dim), np.float32)
         self.rows: tuple[np.ndarray, ...] = ()  # k, v, exp(g), beta per row
         self.after: dict[int, np.ndarray] = {}  # matrix after a row: all rows of a tree, the last of a chain

@@ -223,12 +223,16 @@ class ConvSpec(Spec):
 
 @dataclass(frozen=True)
 class DeltaSpec(Spec):
-    """The float32 matrix per head, (heads, key_dim, value_dim), of one Gated DeltaNet layer."""
+    """The float32 matrix per head, (heads, key_dim, value_dim), of one Gated DeltaNet layer.
+
+    grouped  value head h uses key head h // (heads / key_heads); False: h % key_heads
+    """
 
     key_heads: int
     heads: int
     key_dim: int
     value_dim: int
+    grouped: bool = False
 
     @property
     def matrix_bytes(self) -> int:

@@ -154,6 +154,8 @@ class LayerSplitOps(SeveralGpus):
     gated_rms_norm = forwarded("gated_rms_norm")
     add = forwarded("add")
     swiglu = forwarded("swiglu")
+    geglu = forwarded("geglu")
+    scale = forwarded("scale")
     mul_sigmoid = forwarded("mul_sigmoid")
     mul_softplus = forwarded("mul_softplus")
     attention = forwarded("attention")

@@ -238,6 +238,8 @@ class CudaOps(Ops):
     gated_rms_norm = of_context(rows.gated_rms_norm)
     add = of_context(rows.add)
     swiglu = of_context(rows.swiglu)
+    geglu = of_context(rows.geglu)
+    scale = of_context(rows.scale)
     mul_sigmoid = of_context(rows.mul_sigmoid)
     mul_softplus = of_context(rows.mul_softplus)
     attention = of_context(attending.attention)

@@ -188,10 +188,10 @@ def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None
     alone = T == 1 and before is not None
     prepared = (0, 0, 0, 0) if alone or not T else _prepare(context, rule)
     state = delta.matrix, delta.flip, delta.keys, delta.changes, delta.factors
-    with_norm = f"NORM={int(norm is not None)}"
+    with_norm, grouped = f"NORM={int(norm is not None)}", ("GROUPED=1",) if spec.grouped else ()
     end = *(norm or GatedNorm()), out
     if one_row_each:
-        kernel("delta_each", "delta_each", (f"DK={Dk}", with_norm, *packed_only(out)))(
+        kernel("delta_each", "delta_each", (f"DK={Dk}", with_norm, *grouped, *packed_only(out)))(
             (Hv, runs), (256,), (step, Hk, Hv, Dv, *state, *prepared, *end), stream=context.stream
         )
         return
@@ -200,7 +200,15 @@ def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None
     spill = arena.take(Hv * -(-Dv // wide) * spilled * saved_bytes(Dk, wide)) if spilled else 0
     narrow = () if wide == 64 else (f"WIDE={wide}",)
     widths, partials, inputs, tail = _convolution(rule)
-    defines = *widths, with_norm, f"ALONE={int(alone)}", *narrow, *(partials if alone else ()), *packed_only(out)
+    defines = (
+        *widths,
+        with_norm,
+        f"ALONE={int(alone)}",
+        *narrow,
+        *(partials if alone else ()),
+        *grouped,
+        *packed_only(out),
+    )
     kernel("delta", "delta", defines, most)(
         (Hv, -(-Dv // wide), runs),
         (4 * wide + (192 if alone and Dk <= 128 else 128),),

@@ -20,6 +20,7 @@ from cuda_backend.prototypes import ROPE
 from cuda_backend.views import (
     ADD,
     COPY,
+    GEGLU,
     MUL_SIGMOID,
     MUL_SOFTPLUS,
     NOTHING,
@@ -37,7 +38,7 @@ def pieces_of(V: int) -> int:
     return -(-V // 1024)
 
 
-LIGHT = {SWIGLU: "swiglu", MUL_SIGMOID: "mul_sigmoid"}  # the ops of kernels/light.cu
+LIGHT = {SWIGLU: "swiglu", GEGLU: "geglu", MUL_SIGMOID: "mul_sigmoid"}  # the ops of kernels/light.cu
 
 # -- products ----------------------------------------------------------------------------------------------------------
 
@@ -127,6 +128,24 @@ def swiglu(context: Context, gate: Array, up: Array) -> Array:
     return Array(gate.shape, lazy=pointwise(context, SWIGLU, gate, up))
 
 
+def geglu(context: Context, gate: Array, up: Array) -> Array:
+    return Array(gate.shape, lazy=pointwise(context, GEGLU, gate, up))
+
+
+def scale(context: Context, x: Array, factor: float) -> Array:
+    T, K = x.shape
+    return Array(x.shape, lazy=Lazy(context, SCALE, T, K, (x,), factor))
+
+
+def _emit_scale(lazy: Lazy, target: Target) -> None:
+    (x,), factor, out = lazy.inputs, lazy.parameters, out_of(target, lazy.K)
+    grid = (lazy.T, -(-int(out["groups"]) // 32))
+    kernel("rows", "scale")(grid, (256,), (view(x), factor, out), stream=lazy.context.stream)
+
+
+SCALE = Op("scale", _emit_scale)
+
+
 def mul_sigmoid(context: Context, x: Array, gate: Array) -> Array:
     return _gated(context, MUL_SIGMOID, x, gate)
 
@@ -153,7 +172,12 @@ def _emit_pointwise(lazy: Lazy, target: Target) -> None:
     (x, y), code, stream = lazy.inputs, lazy.parameters, lazy.context.stream
     out = out_of(target, lazy.K)
     name = LIGHT.get(code)
-    if name and lazy.T <= MAX_DECODE_ROWS and float4_aligned(x, flat=True) and float4_aligned(y, flat=code == SWIGLU):
+    if (
+        name
+        and lazy.T <= MAX_DECODE_ROWS
+        and float4_aligned(x, flat=True)
+        and float4_aligned(y, flat=code != MUL_SIGMOID)
+    ):
         defines = (f"PARTIALS={x.partials}", f"OTHERS={y.partials}", *packed_only(out))
         grid = (-(-int(out["groups"]) // 8), lazy.T)
         kernel("light", name, defines)(grid, (64,), (view(x), view(y), out), stream=stream)
@@ -162,7 +186,8 @@ def _emit_pointwise(lazy: Lazy, target: Target) -> None:
     kernel("rows", "pointwise")(grid, (256,), (code, view(x), view(y, repeats=x.shape[-1]), out), stream=stream)
 
 
-NAMES = {COPY: "copy", ADD: "add", SWIGLU: "swiglu", MUL_SIGMOID: "mul_sigmoid", MUL_SOFTPLUS: "mul_softplus"}
+NAMES = {COPY: "copy", ADD: "add", SWIGLU: "swiglu", GEGLU: "geglu"}
+NAMES |= {MUL_SIGMOID: "mul_sigmoid", MUL_SOFTPLUS: "mul_softplus"}
 POINTWISE = {code: Op(name, _emit_pointwise) for code, name in NAMES.items()}
 
 # -- norms -------------------------------------------------------------------------------------------------------------

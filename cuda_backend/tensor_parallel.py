@@ -273,6 +273,8 @@ class TensorParallelOps(SeveralGpus):
     gated_rms_norm = on_all("gated_rms_norm")
     add = on_all("add")
     swiglu = on_all("swiglu")
+    geglu = on_all("geglu")
+    scale = on_all("scale")
     mul_sigmoid = on_all("mul_sigmoid")
     mul_softplus = on_all("mul_softplus")
     attention = on_all("attention")

@@ -8,7 +8,7 @@ from cuda_backend.lazy import Target
 from cuda_backend.prototypes import IN, OUT
 
 NOTHING = np.zeros((), IN)
-COPY, ADD, SWIGLU, MUL_SIGMOID, MUL_SOFTPLUS = range(5)  # kernels/rows.cu pointwise
+COPY, ADD, SWIGLU, MUL_SIGMOID, MUL_SOFTPLUS, GEGLU = range(6)  # kernels/rows.cu pointwise
 
 
 def out_of(target: Target, K: int) -> np.ndarray:

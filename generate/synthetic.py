@@ -39,6 +39,44 @@ METADATA: dict[str, dict[str, Any]] = {
         "qwen35.rope.dimension_count": 64,
         "qwen35.context_length": 262144,
     },
+    "qwen3-next-80b-a3b": {
+        "general.architecture": "qwen3next",
+        "qwen3next.vocab_size": 151936,
+        "qwen3next.embedding_length": 2048,
+        "qwen3next.block_count": 48,
+        "qwen3next.attention.head_count": 16,
+        "qwen3next.attention.head_count_kv": 2,
+        "qwen3next.attention.key_length": 256,
+        "qwen3next.ssm.group_count": 16,
+        "qwen3next.ssm.time_step_rank": 32,
+        "qwen3next.ssm.state_size": 128,
+        "qwen3next.ssm.inner_size": 4096,
+        "qwen3next.ssm.conv_kernel": 4,
+        "qwen3next.attention.layer_norm_rms_epsilon": 1e-6,
+        "qwen3next.expert_count": 512,
+        "qwen3next.expert_used_count": 10,
+        "qwen3next.expert_feed_forward_length": 512,
+        "qwen3next.expert_shared_feed_forward_length": 512,
+        "qwen3next.rope.freq_base": 1e7,
+        "qwen3next.rope.dimension_count": 64,
+        "qwen3next.context_length": 262144,
+    },
+    "gemma-3-27b": {
+        "general.architecture": "gemma3",
+        "gemma3.vocab_size": 262144,
+        "gemma3.embedding_length": 5376,
+        "gemma3.block_count": 62,
+        "gemma3.attention.head_count": 32,
+        "gemma3.attention.head_count_kv": 16,
+        "gemma3.attention.key_length": 128,
+        "gemma3.attention.sliding_window": 1024,
+        "gemma3.feed_forward_length": 21504,
+        "gemma3.attention.layer_norm_rms_epsilon": 1e-6,
+        "gemma3.rope.freq_base": 1e6,
+        "gemma3.rope.scaling.type": "linear",
+        "gemma3.rope.scaling.factor": 8.0,
+        "gemma3.context_length": 131072,
+    },
     "wedlm-8b": {  # the shapes of Qwen3-8B
         "general.architecture": "qwen3",
         "qwen3.vocab_size": 151936,
@@ -118,6 +156,8 @@ METADATA: dict[str, dict[str, Any]] = {
         "deepseek2.context_length": 202752,
     },
 }
+TIED = ("gemma3",)  # architectures whose embedding is the head
+HEAD = "output.weight", "token_embd.weight"  # its name if it is not the embedding, and if it is
 RECIPES = ("q4_k_m", "q5_k_m", "q4_0", "q8_0")
 
 
@@ -163,7 +203,7 @@ def synthetic_checkpoint(name: str) -> Checkpoint:
     for entry in layout.entries():
         for stored in entry.parts:
             key, is_matrix = stored.names[0], isinstance(entry, Matrix)
-            type_ = _type(stored, recipe, layers)
+            type_ = _type(stored, recipe, layers, HEAD[architecture in TIED])
             tensors[key] = random_matrix(key, stored.shape, type_) if is_matrix else constant_vector(key, stored.shape)
     return Checkpoint(Path(name), "gguf", metadata, tensors)
 
@@ -172,16 +212,15 @@ def _known_tensors(metadata: dict[str, Any], architecture: str, recipe: str, lay
     """List what a definition reads of a file before its layout: a head, an attention gate, a tensor per layer."""
     head = metadata[f"{architecture}.vocab_size"], metadata[f"{architecture}.embedding_length"]
     tensors = {f"blk.{i}": dense(f"blk.{i}", np.zeros(1)) for i in range(layers)}
-    tensors["output.weight"] = random_matrix(
-        "output.weight", head, _type(Stored(("output.weight",), head), recipe, layers)
-    )
+    name = HEAD[architecture in TIED]
+    tensors[name] = random_matrix(name, head, _type(Stored((name,), head), recipe, layers, name))
     if architecture == "laguna":  # whose gate is one per head
         heads = metadata["laguna.attention.head_count"][0]
         tensors["blk.0.attn_gate.weight"] = random_matrix("blk.0.attn_gate.weight", (heads, head[1]), "Q4_K")
     return tensors
 
 
-def _type(stored: Stored, recipe: str, layers: int) -> str:
+def _type(stored: Stored, recipe: str, layers: int, head: str) -> str:
     part = stored.names[0].split(".")
     if "ffn_gate_inp" in part:
         return "F32"
@@ -190,7 +229,7 @@ def _type(stored: Stored, recipe: str, layers: int) -> str:
     most = recipe.removesuffix("_m").upper()
     if stored.shape[-1] % 256:  # llama.cpp's fallback
         return {"Q4_K": "Q5_0", "Q5_K": "Q5_1"}[most]
-    if part[0] == "output":
+    if stored.names[0] == head:
         return "Q6_K"
     if part[0] == "blk" and part[2] in ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps", "ffn_down_shexp"):
         layer = int(part[1])

@@ -1,5 +1,6 @@
 """Elementwise expressions of ops, each one kernel on a GPU."""
 
+import math
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -13,6 +14,13 @@ def fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
 @fused
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return gate * mx.sigmoid(gate) * up
+
+
+@fused
+def geglu(gate: mx.array, up: mx.array) -> mx.array:
+    x = gate.astype(mx.float32)  # whose third power exceeds float16's maximum
+    half = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+    return (x * mx.sigmoid(2 * half)).astype(gate.dtype) * up
 
 
 @fused

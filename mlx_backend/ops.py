@@ -155,6 +155,12 @@ class MlxOps(Ops):
     def swiglu(self, gate: Array, up: Array) -> Array:
         return elementwise.swiglu(gate, up)
 
+    def geglu(self, gate: Array, up: Array) -> Array:
+        return elementwise.geglu(gate, up)
+
+    def scale(self, x: Array, factor: float) -> Array:
+        return x * factor
+
     def mul_sigmoid(self, x: Array, gate: Array) -> Array:
         return elementwise.mul_sigmoid(x, gate)
 
@@ -234,8 +240,11 @@ class MlxOps(Ops):
         # x / sqrt(sum x² + eps) is RMSNorm with eps / D, over sqrt(D); q is divided by sqrt(D) once more
         q = mx.fast.rms_norm(q, self._constant(D, 1 / D), L2_EPS / D)
         k = mx.fast.rms_norm(k, self._constant(D, D**-0.5), L2_EPS / D)
-        if not on_metal():
-            q, k = (mx.tile(x, (1, v.shape[1] // x.shape[1], 1)) for x in (q, k))
+        repeats = v.shape[1] // k.shape[1]
+        if delta.spec.grouped:
+            q, k = (mx.repeat(x, repeats, axis=1) for x in (q, k))
+        elif not on_metal():
+            q, k = (mx.tile(x, (1, repeats, 1)) for x in (q, k))
         delta.rows = k, v, elementwise.log_decay(a, w.dt_bias, w.decay), mx.sigmoid(b.astype(mx.float32))
         out, delta.after = recurrent.gated_delta(q, delta.rows, delta.matrix, step)
         return out

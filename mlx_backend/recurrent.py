@@ -21,7 +21,7 @@ Rows = tuple[mx.array, mx.array, mx.array, mx.array]  # k (T, H, Dk), v (T, Hv, 
 def gated_delta(q: mx.array, rows: Rows, matrix: mx.array, step: Step) -> tuple[mx.array, mx.array | None]:
     """Compute `NumpyOps.gated_delta` after its normalization: q (T, H, Dk), matrix (Hv, Dv, Dk) float32.
 
-    H is Hv without Metal, else a divisor of Hv.
+    H is Hv without Metal and for grouped heads, else a divisor of Hv.
     Returns out (T, Hv, Dv) in v's type and, for a chain, the matrix after its last row.
     """
     step.order()

@@ -57,6 +57,7 @@ class MlxDelta(NoRows):
     """The recurrent matrix per head in MLX's layout, (Hv, Dv, Dk) float32, and the step's rows for a replay."""
 
     def __init__(self, spec: DeltaSpec):
+        self.spec = spec
         self.matrix = mx.zeros((spec.heads, spec.value_dim, spec.key_dim), mx.float32)
         self.rows: Rows | None = None
         self.after: mx.array | None = None  # the matrix after all rows of a chain

@@ -30,12 +30,14 @@ WIDE: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
     },
 }
+WIDE["qwen3next"] = WIDE["qwen35moe"]
 # Sizes whose halves are whole groups of 32 columns.
 GROUPED: dict[str, dict[str, Any]] = {
     "qwen3": {"intermediate_size": 128},
     "qwen3moe": {"moe_intermediate_size": 64},
     "qwen35": {"intermediate_size": 128, "linear_value_head_dim": 32},
     "qwen35moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "linear_value_head_dim": 32},
+    "gemma3": {"intermediate_size": 128},
     "laguna-m1": {"intermediate_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
     "glm": {
         "num_attention_heads": 8,
@@ -44,6 +46,7 @@ GROUPED: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
     },
 }
+GROUPED["qwen3next"] = GROUPED["qwen35moe"]
 
 
 class RankOps(NumpyOps):

@@ -21,15 +21,17 @@ from generate.backends import open_backend
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- written by python tests/support_table.py -->", "<!-- end of table -->"
 FAMILIES = {  # the family, and the tiny models that stand for it
-    "Qwen3.5 / 3.6 dense (`qwen35`)": ("qwen35",),
-    "Qwen3.5 / 3.6 MoE (`qwen35moe`)": ("qwen35moe",),
-    "Qwen3, WeDLM (`qwen3`)": ("qwen3", "qwen3-yarn"),
-    "Mistral, Qwen2.5, Qwen3 MoE (`mistral`, `qwen2`, `qwen3moe`)": ("mistral", "qwen2", "qwen3moe"),
-    "Llama, SmolLM2 (`llama`)": ("llama", "llama-untied"),
+    "Qwen3.5 / 3.6, dense and MoE, Qwen3-Next (`qwen35`, `qwen35moe`, `qwen3next`)": (
+        "qwen35",
+        "qwen35moe",
+        "qwen3next",
+    ),
+    "Qwen3, dense and MoE, WeDLM, Qwen2.5 (`qwen3`, `qwen3moe`, `qwen2`)": ("qwen3", "qwen3-yarn", "qwen3moe", "qwen2"),
+    "Llama, SmolLM2, Mistral (`llama`, `mistral`)": ("llama", "llama-untied", "mistral"),
+    "Gemma 3 (`gemma3`)": ("gemma3",),
     "Laguna-XS.2, M.1 (`laguna`)": ("laguna", "laguna-m1"),
     "GLM-4.7-Flash (`glm4_moe_lite`, `deepseek2`)": ("glm",),
 }
-ON_STAND_IN = {"Mistral, Qwen2.5, Qwen3 MoE (`mistral`, `qwen2`, `qwen3moe`)"}  # whose CUDA kernels ran on a CPU alone
 CLOSE = 1e-3  # logits: far above rounding, far below the quietest mistake in tests/models/test_traps.py
 
 
@@ -61,8 +63,7 @@ def _models(backends: dict[str, Ops]) -> str:
     mlx, numpy = backends["mlx"], backends["numpy"]
     for family, names in FAMILIES.items():
         met = "works" if _on_a_mac() else COLUMNS["MLX and Metal"]
-        on_cuda = "stand-in-tested" if family in ON_STAND_IN else COLUMNS["CUDA"]
-        cells = on_cuda, met if _works(names, mlx) else "no", COLUMNS["NumPy"] if _works(names, numpy) else "no"
+        cells = COLUMNS["CUDA"], met if _works(names, mlx) else "no", COLUMNS["NumPy"] if _works(names, numpy) else "no"
         lines.append(_row(family, *cells))
     return "\n".join(lines)
 

@@ -24,6 +24,14 @@ SMALL = {  # keys of a real shape, smaller
         **{"attention.head_count": [8, 8, 8, 8], "expert_count": 8, "expert_used_count": 2},
         **{"expert_feed_forward_length": 256, "expert_shared_feed_forward_length": 256},
     },
+    "qwen3-next-80b-a3b": {
+        **{"vocab_size": 96, "embedding_length": 256, "block_count": 4, "ssm.group_count": 2, "ssm.time_step_rank": 4},
+        **{"ssm.inner_size": 512, "expert_count": 8, "expert_used_count": 2},
+    },
+    "gemma-3-27b": {
+        **{"vocab_size": 96, "embedding_length": 256, "block_count": 6, "feed_forward_length": 256},
+        **{"attention.head_count": 4, "attention.head_count_kv": 2},
+    },
     "glm-4.7-flash": {
         **{"vocab_size": 96, "embedding_length": 256, "block_count": 3, "feed_forward_length": 256},
         **{"attention.head_count": 4, "attention.q_lora_rank": 256, "attention.kv_lora_rank": 256},
@@ -41,7 +49,12 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "gigabytes"), [("qwen3.6-27b", 16.53), ("wedlm-8b", 5.02), ("laguna-xs.2", 20.27), ("glm-4.7-flash", 18.1)]
+    ("name", "gigabytes"),
+    [
+        *[("qwen3.6-27b", 16.53), ("wedlm-8b", 5.02), ("laguna-xs.2", 20.27), ("glm-4.7-flash", 18.1)],
+        ("qwen3-next-80b-a3b", 48.5),
+        ("gemma-3-27b", 16.54),
+    ],
 )
 def test_bytes_of_the_real_files(name, gigabytes):
     """Q4_K_M as published: llama.cpp's files of these models have these sizes, without tokenizers."""

@@ -17,7 +17,7 @@ from common.step import State, Step
 
 FOLDER = Path(__file__).parent / "data" / "models"
 MODELS = ["llama", "llama-untied", "qwen3", "qwen3-yarn", "qwen35", "qwen35moe", "laguna", "laguna-m1", "glm"]
-MODELS += ["qwen3moe", "qwen2", "mistral"]
+MODELS += ["qwen3moe", "qwen2", "mistral", "qwen3next", "gemma3"]
 CAPACITY = 640
 
 
@@ -46,10 +46,10 @@ def wedlm(folder: Path, name: str = "qwen3", **keys: Any) -> Path:
 
 
 def golden_state(name: str, config: Any) -> dict[str, np.ndarray]:
-    """The golden file's states with value heads tiled over key heads, in the form of `arrays_of`."""
+    """The golden file's states with value heads in the model's order, in the form of `arrays_of`."""
     arrays = {key: array for key, array in golden(name).items() if "." in key}
     for key, array in arrays.items():
-        if key.startswith(("conv", "delta")):
+        if key.startswith(("conv", "delta")) and not config.grouped:
             tiled = np.arange(config.value_heads).reshape(config.key_heads, -1).T.ravel()
             keys = 2 * config.key_heads * config.key_dim
             channels = keys + (tiled[:, None] * config.value_dim + np.arange(config.value_dim)).ravel()

@@ -13,7 +13,7 @@ from common.expert_stream import ExpertStream
 from common.experts import ExpertSupply
 from common.fit import Blueprint
 from common.kv_cache import CacheOptions, check_pairs, packed
-from common.models import glm, laguna, llama, qwen35
+from common.models import gemma3, glm, laguna, llama, qwen35
 from common.ops import Array, Ops
 from common.shards import Ranks
 from common.step import MAX_DECODE_ROWS, Pool, Repeated, State, Step
@@ -23,6 +23,8 @@ from common.weights import Layout, Matrix, load_weights
 
 ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config.json model_type
     "deepseek2": glm,
+    "gemma3": gemma3,
+    "gemma3_text": gemma3,
     "glm4_moe_lite": glm,
     "laguna": laguna,
     "llama": llama,
@@ -32,6 +34,8 @@ ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config
     "qwen3": llama,
     "qwen3_moe": llama,
     "qwen3moe": llama,
+    "qwen3_next": qwen35,
+    "qwen3next": qwen35,
     "qwen35": qwen35,
     "qwen35moe": qwen35,
     "qwen3_5": qwen35,

@@ -189,11 +189,17 @@ def through(
     """
     count = len(w.layers)
     layers = range(count) if layers is None else layers
-    x = step.hidden if layers.start else ops.embed(w.embed, step.tokens)
+    x = step.hidden if layers.start else embedded(ops, c, w, step.tokens)
     for i in layers:
         needed = rows if i + 1 == count else slice(None)  # nothing after the last mixer mixes rows
         x = ops.scope(i, partial(block, ops, c, w.layers[i], state, step, i, needed), x)
     return head(ops, c, w, x) if layers.stop == count else ops.keep(x)
+
+
+def embedded(ops: Ops, c: Any, w: Any, tokens: Array) -> Array:
+    """Return the input of the first layer, (T, hidden): rows of the embedding, scaled if `c` has a scale for it."""
+    x, factor = ops.embed(w.embed, tokens), getattr(c, "embedding_scale", 1.0)
+    return x if factor == 1 else ops.scale(x, factor)
 
 
 def head(ops: Ops, c: Any, w: Any, x: Array) -> Array:

@@ -1,7 +1,8 @@
-"""Qwen3.5 and Qwen3.6 (`qwen35`, `qwen35moe`): repeated groups of three Gated DeltaNet layers and one of attention.
+"""Qwen3-Next (`qwen3next`), Qwen3.5 and Qwen3.6 (`qwen35`, `qwen35moe`): three Gated DeltaNet layers, one of attention.
 
-Conventions inside: value heads are tiled over key heads (head h uses key head h % Hk, the order of GGUF files, because
-a 256-wide quantization block cannot be split to reorder 128-wide heads); norm weights are multiplied as they stand.
+Conventions inside: value heads are in the order of GGUF files, because a 256-wide quantization block cannot be split to
+reorder 128-wide heads: tiled over key heads (head h uses key head h % Hk), for Qwen3-Next grouped (h // (Hv / Hk)).
+Norm weights are multiplied as they stand.
 """
 
 from functools import partial
@@ -19,6 +20,7 @@ from common.models.blocks import (
     swiglu_ffn,
     through,
 )
+from common.models.qwen3_next import delta_weights as grouped_delta_weights
 from common.models.qwen35_config import Config
 from common.models.qwen35_config import for_rank as for_rank
 from common.models.qwen35_config import read_config as read_config
@@ -68,7 +70,7 @@ def _layer_weights(c: Config, tensor: Names, is_attention: bool) -> Table:
     )  # two writers' names
     return {
         "mixer_norm": Vector(tensor("input_layernorm.weight", "attn_norm.weight", (c.hidden,), NORM_FIX)),
-        **(_attention_weights(c, tensor) if is_attention else _delta_weights(c, tensor)),
+        **(_attention_weights if is_attention else grouped_delta_weights if c.grouped else _delta_weights)(c, tensor),
         "ffn_norm": Vector(tensor("post_attention_layernorm.weight", post_norm, (c.hidden,), NORM_FIX)),
         **(_moe_weights(c, tensor) if c.experts else ffn_weights(tensor, c.hidden, c.ffn, c.ranks)),
     }
@@ -244,7 +246,7 @@ def state_spec(c: Config) -> list[LayerSpec]:
     attention = mtp_spec(c)
     delta: LayerSpec = {
         "conv": ConvSpec(2 * c.key_heads * c.key_dim + c.value_heads * c.value_dim, c.taps),
-        "delta": DeltaSpec(c.key_heads, c.value_heads, c.key_dim, c.value_dim),
+        "delta": DeltaSpec(c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.grouped),
     }
     return [attention if is_attention else delta for is_attention in c.is_attention]
 

@@ -1,4 +1,4 @@
-"""Configuration of Qwen3.5 and Qwen3.6, from config.json or GGUF metadata, and the share of one rank."""
+"""Configuration of Qwen3-Next, Qwen3.5 and Qwen3.6, from config.json or GGUF metadata, and the share of one rank."""
 
 from dataclasses import dataclass, replace
 
@@ -41,6 +41,7 @@ class Config:
     eps: float
     context: int
     tied: bool
+    grouped: bool  # of Gated DeltaNet: value head h uses key head h // (Hv / Hk), as Qwen3-Next stores it; else h % Hk
     ranks: Ranks = ONE  # ranks that share heads and channels; the numbers above are this rank's share
     kv_ranks: Ranks = ONE  # ranks that hold different KV heads
 
@@ -79,6 +80,11 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     keys.expect("hidden_act", "silu")
     keys.expect("attention_bias", False)
     keys.expect("attn_output_gate", True)
+    is_next = keys.get("model_type") == "qwen3_next"
+    if is_next:
+        keys.expect("decoder_sparse_step", 1)
+        keys.expect("mlp_only_layers", [])
+        keys.expect("norm_topk_prob", True)
     head_dim, layers = keys.size("head_dim", 256), keys.size("num_hidden_layers")
     kinds = keys.read("layer_types", list, [])
     if kinds and (len(kinds) != layers or set(kinds) - {"linear_attention", "full_attention"}):
@@ -86,7 +92,7 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     heads, kv_heads = keys.size("num_attention_heads"), keys.size("num_key_value_heads")
     key_heads, key_dim = keys.size("linear_num_key_heads"), keys.size("linear_key_head_dim")
     value_heads, value_dim = keys.size("linear_num_value_heads"), keys.size("linear_value_head_dim")
-    experts = keys.read("num_experts", int, 0)
+    experts = keys.size("num_experts") if is_next else keys.read("num_experts", int, 0)
     check_sizes(
         checkpoint, layers, heads, kv_heads, heads * head_dim, key_heads * key_dim, value_heads * value_dim, experts
     )
@@ -118,6 +124,7 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
         eps=keys.positive("rms_norm_eps", 1e-6),
         context=keys.size("max_position_embeddings"),
         tied=tied and not any(name.endswith("lm_head.weight") for name in checkpoint.tensors),
+        grouped=is_next,
     )
 
 
@@ -144,7 +151,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     keys.expect("attention.value_length", head_dim)
     keys.expect("expert_gating_func", 1)
     keys.expect("expert_weights_scale", 0.0, 1.0)
-    is_moe = architecture == "qwen35moe"
+    is_moe = architecture in ("qwen3next", "qwen35moe")
     table = checkpoint.tensors.get("token_embd.weight")
     return Config(
         vocab=table.shape[0] if table and table.shape else keys.size("vocab_size"),
@@ -171,6 +178,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         eps=keys.positive("attention.layer_norm_rms_epsilon"),
         context=keys.size("context_length"),
         tied="output.weight" not in checkpoint.tensors,
+        grouped=architecture == "qwen3next",
     )
 
 

@@ -11,6 +11,7 @@
 //           TAPS: of the convolution, 0 without; NORM: with the gated norm, DV = 128 and compute capability 9.0
 //           ALONE: a step of one row without prepare.cu: each of three value heads computes the shared work of a key head itself,
 //           which takes less time than a launch; PARTIALS, A_PARTIALS, B_PARTIALS as prepare.cu; the names of store.cuh
+//           GROUPED as delta.cuh
 //           WIDE: 64, or 32 without NORM and ALONE, of few heads: twice the CTAs, each with half of the warps that share a
 //           multiprocessor
 // Work      a CTA per value head and WIDE columns, two of them a cluster under NORM. A warp per 8 columns runs the recurrence: 16 lanes
@@ -109,7 +110,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     float4* scalars = (float4*)(outs + 2 * CHUNK * WIDE);  // [2][CHUNK]: factor, weight of the change, k times q
     u8* order = (u8*)(scalars + 2 * CHUNK);               // [MAX_DECODE_ROWS] as in StepState
     u8* moves = order + MAX_DECODE_ROWS;                      // [MAX_DECODE_ROWS]
-    const int h = (int)blockIdx.x, hk = h % Hk, c0 = blockIdx.y * WIDE, lane = threadIdx.x % 32;
+    const int h = (int)blockIdx.x, hk = key_head(h, Hk, Hv), c0 = blockIdx.y * WIDE, lane = threadIdx.x % 32;
     const int store = step->path_store, base = ALONE ? 0 : run.first, rows = ALONE ? 1 : run.rows, path = run.path_length;
     const int path_at = ALONE ? 0 : run.path;
     const bool kept = ALONE || !run.kind, branches = !ALONE && run.branches;
@@ -234,7 +235,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             alone.first = alone.path = 0;  // a constant here, to save registers
             const Conv conv = {taps, tail, tail_flip, raw_rows, 2 * Hk * DIM + Hv * DV};
             if (c == 0 && warp < 3) {  // q, k, v
-                const bool first_of_key = (int)blockIdx.y == 0 && h < Hk;
+                const bool first_of_key = (int)blockIdx.y == 0 && is_first_of_key(h, Hk, Hv);
                 const int wide = warp == 2 ? min(WIDE, DV - c0) : DIM;
                 const int channel = warp == 2 ? 2 * Hk * DIM + h * DV + c0 : (warp * Hk + hk) * DIM;
                 const float length = warp == 2 ? 0.0f : warp ? 1.0f : rsqrtf((float)DIM);
@@ -242,7 +243,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
                 int rows[BEFORE + 1];
 #pragma unroll
                 for (int j = 0; j <= BEFORE; j++) rows[j] = -j;
-                float* keep = warp == 1 && first_of_key ? now.k + h * DK : 0;
+                float* keep = warp == 1 && first_of_key ? now.k + hk * DK : 0;
                 convolve(q, head, conv, step, alone, rows, warp == 2 || first_of_key, true, warp == 2 ? vs : warp ? ks : qs, keep, Hk * DK);
             }
             if (c == 0 && warp == 3 && lane == 0) {

@@ -1,8 +1,16 @@
 // delta: four columns of a matrix of the delta rule in the registers of 16 lanes, for delta.cu and delta_each.cu
 //
-// Build     DK, as delta.cu
+// Build     DK, as delta.cu; GROUPED: value head h uses key head h / (Hv / Hk), not h % Hk
 
 #define NJ ((DK + 63) / 64)  // fours of a key per lane: 4 * lane and every 64 on
+
+#if GROUPED
+__device__ __forceinline__ int key_head(int h, int Hk, int Hv) { return h / (Hv / Hk); }
+__device__ __forceinline__ bool is_first_of_key(int h, int Hk, int Hv) { return h % (Hv / Hk) == 0; }
+#else
+__device__ __forceinline__ int key_head(int h, int Hk, int Hv) { return h % Hk; }
+__device__ __forceinline__ bool is_first_of_key(int h, int Hk, int Hv) { return h < Hk; }
+#endif
 
 struct DeltaRows {
     float *k, *change, *factor;

@@ -2,7 +2,7 @@
 // Meaning   common/ops.py delta_mixer                     Launcher  cuda_backend/recurrent.py
 // In        queries, keys, values, gates: as prepare.cu writes them; z (T, Hv, DV); the state as delta.cu
 // Out       NORM: (T, Hv * 128) in the forms of store.cuh; else out.dense [T][Hv][DV] before the norm
-// Build     DK as delta.cu; NORM: with the gated norm, DV = 128; the names of store.cuh
+// Build     DK and GROUPED as delta.cu; NORM: with the gated norm, DV = 128; the names of store.cuh
 // Work      a CTA per value head and sequence: eight warps compute 64 columns at a time, eight per warp as in delta.cu. The
 //           committed path is applied first; the result does not overwrite the old matrix. The next columns are read while the sums
 //           of the current ones are added
@@ -26,7 +26,7 @@ delta_each(const StepState* step, int Hk, int Hv, int DV, float* matrix, s64 fli
            const float* row_factor, const float* queries, const float* keys, const float* values, const float* gates, In z,
            const float* norm, float eps, Out out) {
     release_next();
-    const int h = blockIdx.x, hk = h % Hk, number = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int h = blockIdx.x, hk = key_head(h, Hk, Hv), number = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (number >= step->runs) return;
     const Run run = step->run[number];
     const int row = run.first;

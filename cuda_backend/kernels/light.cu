@@ -1,5 +1,5 @@
 // light: row-wise ops between the products of a decoding step, for rows readable as float4; rows.cu has the general forms
-// Meaning   common/reference.py NumpyOps.add, rms_norm, swiglu, mul_sigmoid, gated_rms_norm
+// Meaning   common/reference.py NumpyOps.add, rms_norm, swiglu, geglu, mul_sigmoid, gated_rms_norm
 // Launcher  cuda_backend/rows.py
 // In        activations (T, ...) float32, perhaps partial sums (prelude.cuh In), readable as float4
 // Out       as rows.cu (store.cuh)
@@ -48,6 +48,14 @@ extern "C" __global__ void __launch_bounds__(64, 1) swiglu(In x, In y, Out out) 
     float4 g, u, v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     load_sums(g, u, row_of(x, t) + at, x.partial_stride, row_of(y, t) + at, y.partial_stride);
     if (k < out.K) v = make_float4(silu(g.x) * u.x, silu(g.y) * u.y, silu(g.z) * u.z, silu(g.w) * u.w);
+    store_four(out, t, k, v);
+}
+extern "C" __global__ void __launch_bounds__(64, 1) geglu(In x, In y, Out out) {
+    begin();
+    const int k = (blockIdx.x * 64 + threadIdx.x) * 4, t = blockIdx.y, at = min(k, out.K - 4);
+    float4 g, u, v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    load_sums(g, u, row_of(x, t) + at, x.partial_stride, row_of(y, t) + at, y.partial_stride);
+    if (k < out.K) v = make_float4(gelu(g.x) * u.x, gelu(g.y) * u.y, gelu(g.z) * u.z, gelu(g.w) * u.w);
     store_four(out, t, k, v);
 }
 extern "C" __global__ void __launch_bounds__(64, 1) mul_sigmoid(In x, In y, Out out) {

@@ -245,6 +245,9 @@ __device__ __forceinline__ u32 __reduce_max_sync(u32 lanes, u32 v) {
 #endif
 // the divisor may be infinite: the quotient is then 0
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+__device__ __forceinline__ float gelu(float x) {  // x (1 + tanh(u)) / 2 = x sigmoid(2 u)
+    return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
+}
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 // The factor of an RMS norm of a row of `columns`: 1 / the root of the mean of its squares, within two units of the last place.

@@ -1,6 +1,6 @@
 // rows: row-wise ops between two products, and the int8 activations that linear.cu reads
-// Meaning   common/reference.py NumpyOps.add, rms_norm, swiglu, mul_sigmoid, mul_softplus, rope,
-//           gated_rms_norm
+// Meaning   common/reference.py NumpyOps.add, rms_norm, swiglu, geglu, scale, mul_sigmoid, mul_softplus,
+//           rope, gated_rms_norm
 // Launcher  cuda_backend/rows.py
 // In        activations (T, ...) float32, strided, perhaps partial sums (prelude.cuh In)
 // Out       the forms of store.cuh
@@ -75,10 +75,12 @@ add_norm(In x, In y, int has_y, const float* weight, float eps, float* sum, Out 
 #define SWIGLU 2
 #define MUL_SIGMOID 3
 #define MUL_SOFTPLUS 4
+#define GEGLU 5
 
 __device__ __forceinline__ float join(int op, float v, float other) {
     if (op == ADD) return v + other;
     if (op == SWIGLU) return silu(v) * other;
+    if (op == GEGLU) return gelu(v) * other;
     if (op == MUL_SIGMOID) return v * sigmoid(other);
     if (op == MUL_SOFTPLUS) return v * (other > 20.0f ? other : log1pf(expf(other)));
     return v;
@@ -108,6 +110,15 @@ pointwise(int op, In x, In y, Out out) {
     for (int i = 0; i < 4 && op != COPY; i++)
         a = make_float4(a.y, a.z, a.w, join(op, a.x, b.x)), b = make_float4(b.y, b.z, b.w, b.x);
     store_four(out, t, k, a);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+scale(In x, float factor, Out out) {
+    begin();
+    const int k = (blockIdx.y * THREADS + threadIdx.x) * 4, t = (int)blockIdx.x;
+    if (k / 128 * 128 >= (out.packed ? out.groups * 32 : out.K)) return;
+    const float4 v = load_four(x, t, k, out.K);
+    store_four(out, t, k, make_float4(factor * v.x, factor * v.y, factor * v.z, factor * v.w));
 }
 
 // z: the gate of gated_rms_norm if `gated`.

@@ -1,5 +1,6 @@
-"""Write tests/data/models/laguna, laguna-m1, glm and mistral, as make_tiny_models.py does for the other models.
+"""Write tests/data/models/laguna, laguna-m1, glm, mistral and gemma3, as make_tiny_models.py does for the other models.
 
+The scale of Gemma's embedding is rounded to bfloat16, as transformers does where weights are bfloat16.
 GLM's latent norms take the configuration's rms_norm_eps here, where transformers takes the default of its norm class.
 Beyond what that file describes, golden.npz of a model holds
 
@@ -16,6 +17,8 @@ import transformers
 from make_tiny_models import HEADS, HERE, POSITIONS, SIZES, golden, make
 from transformers import (
     DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
     LagunaConfig,
@@ -72,7 +75,19 @@ MODELS: dict[str, tuple[Any, Any]] = {
         MistralForCausalLM,
         MistralConfig(**SIZES, **HEADS, vocab_size=96, num_hidden_layers=3, sliding_window=24),
     ),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(
+            **(SIZES | HEADS),
+            **{"vocab_size": 96, "num_hidden_layers": 8, "sliding_window": 24, "query_pre_attn_scalar": 16},
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e2, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+    ),
 }
+SEEDS = {"gemma3": 103}  # of others than a model's number
 
 
 def states(cache: DynamicCache, config: Any) -> dict[str, np.ndarray]:
@@ -91,7 +106,7 @@ def states(cache: DynamicCache, config: Any) -> dict[str, np.ndarray]:
 
 def write(name: str, cls: Any, config: Any, seed: int) -> None:
     torch.manual_seed(seed)
-    create = cls if config.model_type != "glm4_moe_lite" else partial(_glm, cls)
+    create = {"glm4_moe_lite": partial(_glm, cls), "gemma3_text": partial(_gemma, cls)}.get(config.model_type, cls)
     model = make(HERE / name, create, config, torch.bfloat16, seed)
     ids = torch.randint(0, config.vocab_size, (POSITIONS,), generator=torch.Generator().manual_seed(seed))
     cache = DynamicCache()  # without the configuration: keeps the rows before the window too
@@ -115,8 +130,16 @@ def _glm(cls: Any, config: Any) -> Any:
     return model
 
 
+@torch.no_grad()
+def _gemma(cls: Any, config: Any) -> Any:
+    model = cls(config)
+    scale = model.get_input_embeddings().embed_scale
+    scale.copy_(scale.bfloat16())
+    return model
+
+
 if __name__ == "__main__":
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    for seed, (name, (cls, config)) in enumerate(MODELS.items(), start=100):
-        write(name, cls, config, seed)
+    for number, (name, (cls, config)) in enumerate(MODELS.items(), start=100):
+        write(name, cls, config, SEEDS.get(name, number))

@@ -145,7 +145,7 @@ def test_text_of_every_family(kind, name):
     assert draft_table.works(draft_table.KINDS[kind], name, CudaOps())
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35", "qwen35moe", "laguna", "glm"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna", "glm"])
 def test_eagle(name, tmp_path):
     """Logits of the draft against NumPy's, with float16 keys, as captured too; text equal to plain decoding."""
     folder, flags = tmp_path / "draft", {"norm_before_residual": True, "fc_norm": True}

@@ -1,7 +1,8 @@
 """Writes a tiny Hugging Face model as the GGUF file that llama.cpp's converter would make of it.
 
 Independent of `common/models`: names, keys and conventions are those of convert_hf_to_gguf.py (llama.cpp), that is
-norm weights plus 1, -exp(A_log), value heads tiled over key heads, rope pairs of `llama` as adjacent rows.
+norm weights plus 1, -exp(A_log), value heads tiled over key heads but for qwen3next, rope pairs of `llama` as adjacent
+rows.
 """
 
 import json
@@ -27,6 +28,7 @@ NAMES = {
     "linear_attn.in_proj_z.weight": "attn_gate.weight",
     "linear_attn.in_proj_b.weight": "ssm_beta.weight",
     "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
+    "linear_attn.in_proj_ba.weight": "ssm_ba.weight",
     "linear_attn.conv1d.weight": "ssm_conv1d.weight",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
@@ -44,8 +46,12 @@ NAMES = {
 }
 TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
 TOP["lm_head.weight"] = "output.weight"
-ARCHITECTURES = {"mistral": "llama", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {  # by config.json's model_type, where the names differ
+    **{"mistral": "llama", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"},
+    **{"qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next"},
+}
 DENSE = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+DELTA = ("qwen3next", "qwen35")  # architectures with Gated DeltaNet layers
 TYPES = {kind.name: kind for kind in gguf.GGMLQuantizationType}
 
 
@@ -143,9 +149,10 @@ def _write_keys(writer: gguf.GGUFWriter, config: dict, architecture: str, mtp: b
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if architecture.startswith("qwen35"):
+    if architecture.startswith(DELTA):
         values = config["linear_num_value_heads"]
-        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+        if "mrope_section" in rope:
+            writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
         writer.add_full_attention_interval(4)
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
         writer.add_ssm_state_size(config["linear_key_head_dim"])
@@ -154,11 +161,11 @@ def _write_keys(writer: gguf.GGUFWriter, config: dict, architecture: str, mtp: b
         writer.add_ssm_inner_size(values * config["linear_value_head_dim"])
     if mtp:
         writer.add_nextn_predict_layers(1)
-    if architecture in ("qwen35moe", "qwen3moe"):
+    if "num_experts" in config or "num_local_experts" in config:
         writer.add_expert_count(_experts(config))
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if architecture == "qwen35moe":
+    if architecture in ("qwen35moe", "qwen3next"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
 
 
@@ -168,9 +175,9 @@ def _experts(config: dict) -> int:
 
 def _tensors(config: dict, architecture: str, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     out = {TOP[name]: array for name, array in weights.items() if name in TOP}
-    if architecture.startswith("qwen35"):
+    if architecture.startswith(DELTA):
         out["output_norm.weight"] = out["output_norm.weight"] + 1
-    post_norm = "post_attention_norm.weight" if architecture.startswith("qwen35") else "ffn_norm.weight"
+    post_norm = "post_attention_norm.weight" if architecture.startswith(DELTA) else "ffn_norm.weight"
     norms = {"input_layernorm.weight": "attn_norm.weight", "post_attention_layernorm.weight": post_norm}
     for i in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{i}."
@@ -178,6 +185,9 @@ def _tensors(config: dict, architecture: str, weights: dict[str, np.ndarray]) ->
         for name, array in layer.items():
             if name in NAMES | norms:
                 out[f"blk.{i}.{(NAMES | norms)[name]}"] = _converted(config, architecture, name, array)
+        if "linear_attn.in_proj_qkvz.weight" in layer:
+            parts = _apart(config, layer["linear_attn.in_proj_qkvz.weight"])
+            out |= {f"blk.{i}.attn_{part}.weight": array for part, array in parts.items()}
         if "mlp.experts.0.gate_proj.weight" in layer:
             for part in ("gate", "up", "down"):
                 stack = [layer[f"mlp.experts.{e}.{part}_proj.weight"] for e in range(_experts(config))]
@@ -189,7 +199,7 @@ def _converted(config: dict, architecture: str, name: str, array: np.ndarray) ->
     if architecture == "llama" and name.startswith(("self_attn.q_proj", "self_attn.k_proj")):
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         return array.reshape(heads, 2, -1, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
-    if not architecture.startswith("qwen35"):
+    if not architecture.startswith(DELTA):
         return array
     if name.endswith("norm.weight") and not name.startswith("linear_attn"):
         return array + 1
@@ -204,13 +214,26 @@ def _converted(config: dict, architecture: str, name: str, array: np.ndarray) ->
 
     if name.endswith("conv1d.weight"):
         array = array[:, 0]
+    if name.endswith("A_log"):
+        array = -np.exp(array)
+    if architecture == "qwen3next":
+        return array
     if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
         return np.concatenate([array[:keys], tiled(array[keys:], width)])
     if name.endswith("in_proj_z.weight"):
         return tiled(array, width)
     if name.endswith("out_proj.weight"):
         return tiled(array.T, width).T
-    return tiled(-np.exp(array) if name.endswith("A_log") else array, 1)
+    return tiled(array, 1)
+
+
+def _apart(config: dict, qkvz: np.ndarray) -> dict[str, np.ndarray]:
+    """Rows of q, k, v and z, stored key head by key head, as two matrices of all heads."""
+    groups, width = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    per_key = config["linear_num_value_heads"] // groups * config["linear_value_head_dim"]
+    of_heads = qkvz.reshape(groups, -1, qkvz.shape[1])
+    q, k, v, z = (part.reshape(-1, qkvz.shape[1]) for part in np.split(of_heads, np.cumsum([width, width, per_key]), 1))
+    return {"qkv": np.concatenate([q, k, v]), "gate": z}
 
 
 def _mtp_block(config: dict, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

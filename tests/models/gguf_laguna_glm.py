@@ -1,4 +1,4 @@
-"""What llama.cpp's converter makes of a Laguna (`laguna`) and of a GLM-4.7-Flash (`deepseek2`): keys and tensors.
+"""What llama.cpp's converter makes of a Laguna, a GLM-4.7-Flash (`deepseek2`) and a Gemma 3: keys and tensors.
 
 Independent of `common/models`, like gguf_files.py, which writes them. A test may change both before they are written.
 """
@@ -35,6 +35,11 @@ NAMES = {
     "mlp.gate.weight": "ffn_gate_inp.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.experts.e_score_correction_bias": "exp_probs_b.bias",
+}
+GEMMA_NORMS = {
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+    "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
 }
 
 
@@ -96,7 +101,24 @@ def glm(config: dict, weights: Arrays) -> Converted:
     return "deepseek2", keys, tensors
 
 
-CONVERTERS = {"laguna": laguna, "glm4_moe_lite": glm}
+def gemma3(config: dict, weights: Arrays) -> Converted:
+    """Norm weights plus 1; the rope of sliding layers and which layers slide are not stated."""
+    full = config["rope_parameters"]["full_attention"]
+    keys = _sizes(config) | {
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": config["head_dim"],
+        "attention.value_length": config["head_dim"],
+        "attention.sliding_window": config["sliding_window"],
+        "rope.freq_base": full["rope_theta"],
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": full["factor"],
+    }
+    weights = {name: array + 1 if name.endswith("norm.weight") else array for name, array in weights.items()}
+    return "gemma3", keys, _tensors(config, 0, weights, NAMES | GEMMA_NORMS)
+
+
+CONVERTERS = {"laguna": laguna, "glm4_moe_lite": glm, "gemma3_text": gemma3}
 
 
 def write_keys(writer: gguf.GGUFWriter, architecture: str, keys: dict[str, Any]) -> None:
@@ -107,13 +129,7 @@ def write_keys(writer: gguf.GGUFWriter, architecture: str, keys: dict[str, Any])
 
 
 def _common_keys(config: dict, experts: int) -> dict[str, Any]:
-    return {
-        "block_count": config["num_hidden_layers"],
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "vocab_size": config["vocab_size"],
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+    return _sizes(config) | {
         "expert_count": experts,
         "expert_used_count": config["num_experts_per_tok"],
         "expert_feed_forward_length": config["moe_intermediate_size"],
@@ -121,12 +137,23 @@ def _common_keys(config: dict, experts: int) -> dict[str, Any]:
     }
 
 
-def _tensors(config: dict, experts: int, weights: Arrays) -> Arrays:
+def _sizes(config: dict) -> dict[str, Any]:
+    return {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "vocab_size": config["vocab_size"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+    }
+
+
+def _tensors(config: dict, experts: int, weights: Arrays, names: dict[str, str] = NAMES) -> Arrays:
     out = {TOP[name]: array for name, array in weights.items() if name in TOP}
     for i in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{i}."
         layer = {name.removeprefix(prefix): array for name, array in weights.items() if name.startswith(prefix)}
-        out |= {f"blk.{i}.{NAMES[name]}": array for name, array in layer.items() if name in NAMES}
+        out |= {f"blk.{i}.{names[name]}": array for name, array in layer.items() if name in names}
         if "mlp.experts.0.gate_proj.weight" in layer:
             for part in ("gate", "up", "down"):
                 stack = [layer[f"mlp.experts.{e}.{part}_proj.weight"] for e in range(experts)]

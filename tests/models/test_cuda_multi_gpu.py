@@ -37,7 +37,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason="needs two G
 three = pytest.mark.skipif(COUNT < 3, reason="needs three GPUs")
 
 TREE = [PAST, 0, 1, 1, 0, 4, 2, 3]
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "laguna", "glm"]
+FAMILIES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "qwen35",
+    "qwen35moe",
+    "qwen3next",
+    "gemma3",
+    "laguna",
+    "glm",
+]
 TWO = Placement((0, 1), (1, 1))
 
 

@@ -40,7 +40,19 @@ COUNT = cupy.cuda.runtime.getDeviceCount()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")]
 
 TREE = [PAST, 0, 1, 1, 0, 4, 2, 3]
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "laguna", "glm"]
+FAMILIES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "qwen35",
+    "qwen35moe",
+    "qwen3next",
+    "gemma3",
+    "laguna",
+    "glm",
+]
 # Partial sums are added in another order than one product adds them, then rows are quantized for the next product: as
 # two GPUs of different stripes. Gated DeltaNet's norms of small heads amplify it.
 TWO = Placement((0, 1), tensor_parallel=2)

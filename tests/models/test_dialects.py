@@ -39,19 +39,19 @@ def as_trained_with_vision(c: Checkpoint) -> Checkpoint:
 
 
 def of_mlx_lm(c: Checkpoint) -> Checkpoint:
-    """mlx-lm's conversion: 1 added to norms, taps on the middle axis, experts stacked, under language_model.model."""
-    tensors = {}
+    """mlx-lm's conversion: 1 added to norms, taps on the middle axis, experts stacked, Qwen3.5 under language_model."""
+    tensors, wrapper = {}, "" if c.config["model_type"] == "qwen3_next" else "language_model."
     for key, tensor in c.tensors.items():
         if key.endswith("conv1d.weight"):
             tensor = mapped(tensor, lambda conv: conv.swapaxes(1, 2))
         elif key.endswith("norm.weight") and "linear_attn" not in key:
             tensor = mapped(tensor, lambda w: w + 1)
-        tensors["language_model." + key] = tensor
+        tensors[wrapper + key] = tensor
     for part in ("gate", "up", "down"):
         for i in range(len(c.config["layer_types"])):
-            names = [f"language_model.model.layers.{i}.mlp.experts.{e}.{part}_proj.weight" for e in range(8)]
+            names = [f"{wrapper}model.layers.{i}.mlp.experts.{e}.{part}_proj.weight" for e in range(8)]
             if names[0] in tensors:
-                whole = f"language_model.model.layers.{i}.mlp.switch_mlp.{part}_proj.weight"
+                whole = f"{wrapper}model.layers.{i}.mlp.switch_mlp.{part}_proj.weight"
                 tensors[whole] = stack([tensors.pop(name) for name in names])
     return replace(c, tensors=tensors)
 
@@ -121,6 +121,12 @@ def with_interval(c: Checkpoint) -> Checkpoint:
     return replace(c, config=config | {"full_attention_interval": 4})
 
 
+def with_prediction_block(c: Checkpoint) -> Checkpoint:
+    """As released, with a multi-token-prediction block beside the model."""
+    extra = ("mtp.fc.weight", "mtp.layers.0.mlp.experts.0.gate_proj.weight")
+    return replace(c, tensors=c.tensors | {key: dense(key, np.ones((2, 2))) for key in extra})
+
+
 def in_float32(c: Checkpoint) -> Checkpoint:
     return replace(c, tensors={key: mapped(tensor, lambda w: w) for key, tensor in c.tensors.items()})
 
@@ -135,6 +141,11 @@ SAFETENSORS = [
     ("qwen3moe", in_modules),
     ("qwen3moe", with_released_key),
     ("qwen3moe", with_old_rope_keys),
+    ("qwen3next", of_mlx_lm),
+    ("qwen3next", with_stacked_experts),
+    ("qwen3next", with_old_rope_keys),
+    ("qwen3next", with_interval),
+    ("qwen3next", with_prediction_block),
     ("llama", with_old_rope_keys),
     ("llama", of_mistral),
     ("mistral", with_old_rope_keys),
@@ -197,7 +208,22 @@ def with_unit_axes(c: Checkpoint) -> Checkpoint:
     return replace(c, tensors={key: widened(key, tensor) for key, tensor in c.tensors.items()})
 
 
+def joined_projections(c: Checkpoint) -> Checkpoint:
+    """Older files of Qwen3-Next: q, k, v and z in one matrix, key head by key head as trained."""
+    tensors, trained = dict(c.tensors), tiny.checkpoint("qwen3next").tensors
+    for i in range(3):
+        del tensors[f"blk.{i}.attn_qkv.weight"], tensors[f"blk.{i}.attn_gate.weight"]
+        name = f"blk.{i}.ssm_in.weight"
+        tensors[name] = replace(trained[f"model.layers.{i}.linear_attn.in_proj_qkvz.weight"], name=name)
+    return replace(c, tensors=tensors)
+
+
 GGUF = [
+    ("qwen3next", joined_projections),
+    ("qwen3next", fused_attention),
+    ("qwen3next", fused_experts),
+    ("qwen3next", without_unit_axes),
+    ("qwen3next", with_unit_axes),
     ("qwen35moe", without_unit_axes),
     ("qwen35moe", with_unit_axes),
     ("qwen35", with_unit_axes),

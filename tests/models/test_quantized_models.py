@@ -42,8 +42,8 @@ from common.weights import dense
 from generate.__main__ import main
 
 IDS = tiny.golden("qwen3")["ids"][:96]
-MIXTURES = ["laguna", "laguna-m1", "glm"]
-EXPERTS = ["qwen3moe", "qwen35moe", "laguna", "glm"]
+MIXTURES = ["laguna", "laguna-m1", "glm", "qwen3next"]
+EXPERTS = ["qwen3moe", "qwen35moe", "qwen3next", "laguna", "glm"]
 GGUF_MODELS = [name for name in tiny.MODELS if name not in MIXTURES] + MIXTURES
 
 
@@ -686,7 +686,9 @@ def float32_copy(name, path):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("name", ["llama", "llama-untied", "qwen3", "wedlm", "qwen35", "qwen35moe", "laguna", "glm"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-untied", "qwen3", "wedlm", "qwen35", "qwen35moe", "qwen3next", "laguna", "glm"]
+)
 @pytest.mark.parametrize("flags", [["--bits", "4"], ["--mode", "mxfp4"], ["--bits", "3", "--recipe", "mixed"]], ids=str)
 def test_mlx_lm_reads_it(name, flags, tmp_path):
     """The logits of our NumPy reading of the folder, by mlx-lm's definition and MLX's products."""

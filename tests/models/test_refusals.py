@@ -78,6 +78,8 @@ REQUIRED = {
     ): "block_count attention.key_length attention.head_count attention.head_count_kv embedding_length "
     "ssm.time_step_rank ssm.inner_size ssm.group_count ssm.state_size ssm.conv_kernel rope.dimension_count "
     "feed_forward_length context_length attention.layer_norm_rms_epsilon",
+    ("qwen3next", "safetensors"): "num_experts num_experts_per_tok moe_intermediate_size",
+    ("qwen3next", "gguf"): "expert_count expert_used_count ssm.group_count",
     ("qwen35moe", "safetensors"): "num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size",
     (
         "qwen35moe",
@@ -116,6 +118,13 @@ WRONG = [  # model, format, key, value, what the sentence says
     ("llama", "safetensors", "head_dim", 10**9, "says that a tensor has 4000000000 rows"),
     ("qwen35", "safetensors", "linear_value_head_dim", 10**9, "says that a tensor has 6000000000 rows"),
     ("qwen35moe", "safetensors", "num_experts", 10**9, "says that a tensor has 1000000000 rows"),
+    ("qwen3next", "safetensors", "num_experts", 0, "num_experts is 0, expected a number from 1"),
+    ("qwen3next", "safetensors", "norm_topk_prob", False, "norm_topk_prob is False; supported: True"),
+    ("qwen3next", "safetensors", "decoder_sparse_step", 2, "decoder_sparse_step is 2; supported: 1"),
+    ("qwen3next", "safetensors", "mlp_only_layers", [1], "mlp_only_layers is [1]; supported: []"),
+    ("qwen3next", "safetensors", "linear_num_key_heads", 4, "4 key heads do not divide 6 value heads"),
+    ("qwen3next", "gguf", "qwen3next.ssm.group_count", 4, "4 key heads do not divide 6 value heads"),
+    ("qwen3next", "gguf", "qwen3next.expert_gating_func", 2, "expert_gating_func is 2; supported: 1"),
     ("qwen35", "gguf", "qwen35.ssm.inner_size", 10**9, "says that a tensor has 1000000000 rows"),
     ("llama", "safetensors", "num_key_value_heads", 3, "3 key/value heads do not divide 4 heads"),
     ("qwen35", "safetensors", "linear_num_key_heads", 4, "4 key heads do not divide 6 value heads"),

@@ -55,7 +55,7 @@ def test_two_ranks(name):
         assert model.config.kv_heads == (2 if name == "llama-untied" else 1)
 
 
-@pytest.mark.parametrize(("name", "size"), [("glm", 2), ("glm", 3), ("qwen35moe", 3)])
+@pytest.mark.parametrize(("name", "size"), [("glm", 2), ("glm", 3), ("qwen35moe", 3), ("qwen3next", 3)])
 def test_ranks_of_wide_models(name, size):
     compare(ranks.wide(name), size)
 
@@ -91,7 +91,9 @@ def test_a_vocabulary_that_ranks_do_not_divide():
     assert Ranks(0, 2).head_rows(32) == 32
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3moe", "qwen35", "qwen35moe", "laguna-m1", "glm"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3moe", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna-m1", "glm"]
+)
 def test_quantized_matrices(name):
     """Groups of 32 columns go whole to a rank; what it multiplies are the same numbers."""
     checkpoint = ranks.grouped(name)
@@ -100,7 +102,15 @@ def test_quantized_matrices(name):
 
 
 @pytest.mark.parametrize(
-    ("shape", "few"), [("qwen3.6-27b", 8), ("wedlm-8b", 0), ("laguna-xs.2", 4), ("glm-4.7-flash", 4)]
+    ("shape", "few"),
+    [
+        ("qwen3.6-27b", 8),
+        ("wedlm-8b", 0),
+        ("gemma-3-27b", 8),
+        ("laguna-xs.2", 4),
+        ("qwen3-next-80b-a3b", 4),
+        ("glm-4.7-flash", 4),
+    ],
 )
 def test_released_sizes(shape, few):
     """Two ranks divide each in its K-quants; so do more, up to where a block of 256 columns would be divided."""
@@ -141,13 +151,16 @@ def test_fewer_kv_heads_than_ranks(name):
         ("qwen35moe", of_mlx_lm),
         ("qwen35moe", with_stacked_experts),
         ("qwen35", of_mlx_lm),
+        ("qwen3next", of_mlx_lm),
     ],
 )
 def test_other_names(name, dialect):
     compare(dialect(tiny.checkpoint(name)), 2)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3moe", "qwen35", "qwen35moe", "laguna"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "qwen2", "qwen3moe", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna"]
+)
 def test_gguf_files(tmp_path, name):
     """Value heads tiled over key heads, rope pairs as adjacent rows; 16-bit floats, which any ranks divide."""
     compare(open_checkpoint(write_gguf(tiny.FOLDER / name, tmp_path / "model.gguf", "F16")), 2)

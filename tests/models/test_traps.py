@@ -132,12 +132,18 @@ def plain_rope(c):
     return Rope(blocks._frequencies(1e4, c.head_dim))
 
 
+def tiled(x):
+    """Key heads (T, 2, D) in such an order that grouped value heads read those of tiled ones."""
+    return np.tile(x, (1, 3, 1))
+
+
 REFERENCE = NumpyOps()
 NORMS = ("norm", "mixer_norm", "ffn_norm", "q_norm", "k_norm")
 
 TRAPS = [  # name, model, mistake
     # Gated DeltaNet
     ("V heads grouped", "qwen35", op("gated_delta", lambda f, q, k, *a: f(q.repeat(3, 1), k.repeat(3, 1), *a))),
+    ("V heads tiled", "qwen3next", op("gated_delta", lambda f, q, k, *a: f(tiled(q), tiled(k), *a))),
     ("q not scaled", "qwen35", op("gated_delta", lambda f, q, *a: f(q, *a) * q.shape[-1] ** 0.5)),
     ("q and k swapped", "qwen35", op("gated_delta", lambda f, q, k, *a: f(k, q, *a))),
     ("no L2 norm", "qwen35", inner("_l2_normalized", lambda x: x, "gated_delta")),
@@ -182,7 +188,7 @@ TRAPS = [  # name, model, mistake
         "qwen3",
         op("attention", lambda f, q, *a, **k: f(q[:, [0, 2, 1, 3]], *a, **k)[:, [0, 2, 1, 3]]),
     ),
-    ("scale of hidden / heads", "qwen3", op("attention", lambda f, *a, scale: f(*a, scale=8**-0.5))),
+    ("scale of hidden / heads", "qwen3", op("attention", lambda f, *a, scale, **k: f(*a, scale=8**-0.5, **k))),
     (
         "rope before the norm",
         "qwen3",

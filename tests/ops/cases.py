@@ -127,6 +127,9 @@ def rows_cases() -> Iterator[Case]:
     def of_two(op: str, T: int, gate: int) -> Run:
         return lambda i: [getattr(i.ops, op)(i.rows(T, 48), i.rows(T, gate, scale=4))]
 
+    def scale(T: int) -> Run:
+        return lambda i: [i.ops.scale(i.rows(T, 50)[:, 1:-1], 5.65625), i.ops.scale(i.rows(T, 48), -0.5)]
+
     def rms_norm(T: int) -> Run:
         return lambda i: [
             i.ops.rms_norm(i.rows(T, 96), i.vector(96), 1e-5),
@@ -159,7 +162,9 @@ def rows_cases() -> Iterator[Case]:
         for shape in ((5, 3), (64, 96), (1, 160)):
             yield Case(f"linear-{T}-{shape}", "linear", linear(T, shape))
         yield Case(f"head_linear-{T}", "head_linear", head_linear(T, (3, 5, 24)))
-        for op, gate in (("add", 48), ("swiglu", 48), ("mul_sigmoid", 48), ("mul_sigmoid", 1), ("mul_softplus", 1)):
+        yield Case(f"scale-{T}", "elementwise", scale(T))
+        joined = ("add", 48), ("swiglu", 48), ("geglu", 48)
+        for op, gate in (*joined, ("mul_sigmoid", 48), ("mul_sigmoid", 1), ("mul_softplus", 1)):
             yield Case(f"{op}-{T}-{gate}", "elementwise", of_two(op, T, gate))
         yield Case(f"rms_norm-{T}", "rms_norm", rms_norm(T))
         yield Case(f"gated_rms_norm-{T}", "rms_norm", gated_rms_norm(T))
@@ -284,6 +289,14 @@ def latent_cases() -> Iterator[Case]:
                     yield Case(f"{name}_attention-past{past}-{kind}{T}", "latent_attention", run)
 
 
+MIXERS = [  # with the number of taps
+    (DeltaSpec(1, 2, 12, 16), 2),
+    (DeltaSpec(2, 4, 128, 128), 4),
+    (DeltaSpec(1, 2, 16, 16), 6),
+    (DeltaSpec(2, 6, 128, 128, grouped=True), 4),
+]
+
+
 def recurrent_cases() -> Iterator[Case]:
     def conv(C: int, taps: int) -> Callable[[Inputs, Any, Step], Array]:
         def call(i: Inputs, state: Any, step: Step) -> Array:
@@ -316,26 +329,33 @@ def recurrent_cases() -> Iterator[Case]:
 
         return call
 
-    def case(past: int, kind: str, T: int, Hk: int, Hv: int, Dk: int, Dv: int, taps: int) -> Case:
-        layer: LayerSpec = {"conv": ConvSpec(2 * Hk * Dk + Hv * Dv, taps), "delta": DeltaSpec(Hk, Hv, Dk, Dv)}
-        run = stateful(layer, past, kind, T, mixer(Hk, Hv, Dk, Dv, taps))
-        return Case(f"delta_mixer-{Hk}.{Hv}.{Dk}.{Dv}-past{past}-{kind}{T}", "gated_delta", run)
+    def case(past: int, kind: str, T: int, spec: DeltaSpec, taps: int) -> Case:
+        Hk, Hv, Dk, Dv = sizes = sizes_of(spec)
+        layer: LayerSpec = {"conv": ConvSpec(2 * Hk * Dk + Hv * Dv, taps), "delta": spec}
+        run = stateful(layer, past, kind, T, mixer(*sizes, taps))
+        return Case(f"delta_mixer-{named(spec)}-past{past}-{kind}{T}", "gated_delta", run)
+
+    def sizes_of(spec: DeltaSpec) -> tuple[int, int, int, int]:
+        return spec.key_heads, spec.heads, spec.key_dim, spec.value_dim
+
+    def named(spec: DeltaSpec) -> str:
+        return ".".join(map(str, sizes_of(spec))) + ("-grouped" if spec.grouped else "")
 
     for T in (1, 7, 33):
-        yield case(5, "chain", T, 1, 2, 64, 64, 4)
+        yield case(5, "chain", T, DeltaSpec(1, 2, 64, 64), 4)
     for past in (0, 2, 65):
         for kind in ("chain", "tree"):
             for T in ROWS:
-                for sizes in ((1, 2, 12, 16, 2), (2, 4, 128, 128, 4), (1, 2, 16, 16, 6)):
-                    yield case(past, kind, T, *sizes)
+                for spec, taps in MIXERS:
+                    yield case(past, kind, T, spec, taps)
                 for taps in (2, 4):
                     run = stateful({"state": ConvSpec(10, taps)}, past, kind, T, conv(10, taps))
                     yield Case(f"short_conv-{taps}-past{past}-{kind}{T}", "short_conv", run)
                 run = stateful({"state": ConvSpec(10, 2)}, past, kind, T, parents)
                 yield Case(f"parent_rows-past{past}-{kind}{T}", "parent_rows", run)
-                for Hk, Hv, Dk, Dv in ((2, 4, 32, 32), (1, 3, 64, 32)):
-                    run = stateful({"state": DeltaSpec(Hk, Hv, Dk, Dv)}, past, kind, T, delta(Hk, Hv, Dk, Dv))
-                    yield Case(f"gated_delta-{Hk}.{Hv}.{Dk}.{Dv}-past{past}-{kind}{T}", "gated_delta", run)
+                for spec in (DeltaSpec(2, 4, 32, 32), DeltaSpec(1, 3, 64, 32), DeltaSpec(2, 6, 32, 32, grouped=True)):
+                    run = stateful({"state": spec}, past, kind, T, delta(*sizes_of(spec)))
+                    yield Case(f"gated_delta-{named(spec)}-past{past}-{kind}{T}", "gated_delta", run)
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------

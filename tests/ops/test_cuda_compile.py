@@ -245,9 +245,12 @@ def recurrent_builds(card: Card) -> list[Build]:
     builds += [("delta_each", (f"DK={d}", "NORM=1", *only)) for d in (64, 128, 256) for only in ((), ("ONLY=8",))]
     keys = (12, 64, 128, 256) if card.capability >= 80 else (12, 64, 128)  # test_too_little_shared_memory
     builds += [("delta", delta(d, *e)) for d in keys for e in ((0, 0, 0), (4, 0, 0), (4, 0, 1))]
-    builds += [("delta", (*delta(128, 4, 0, 0), "WIDE=32"))]
+    builds += [("delta", (*delta(128, 4, 0, 0), "WIDE=32", *grouped)) for grouped in ((), ("GROUPED=1",))]
+    builds += [("delta", (*delta(128, 4, 0, alone), "GROUPED=1")) for alone in (0, 1)]
+    builds += [("delta_each", ("DK=128", "NORM=1", "GROUPED=1", *only)) for only in ((), ("ONLY=8",))]
     if card.capability >= 90:
         builds += [("delta", delta(d, 4, 1, alone)) for d in (64, 128) for alone in (0, 1)]
+        builds += [("delta", (*delta(128, 4, 1, alone), "GROUPED=1")) for alone in (0, 1)]
     return builds
 
 
