@@ -8,7 +8,7 @@ from typing import Any
 from common.errors import UsageError
 from common.grammar import json_rule
 from common.tokenizer import Tokenizer
-from common.tools import CLOSE, GLM, HERMES, OPEN, QWEN_XML, Schemas, Syntax
+from common.tools import CLOSE, GLM, HERMES, MISTRAL, MISTRAL_LIST, OPEN, QWEN_XML, Schemas, Syntax
 
 REPLY = "the reply"  # what has the schema of JSON that is no call, in errors
 MOST_CALLS = 16  # of one reply
@@ -26,12 +26,13 @@ def reply_grammar(schema: Any, calls: str) -> str:
 
 def call_rules(syntax: Syntax, tools: Schemas, tokenizer: Tokenizer, several: bool) -> str:
     """Write the rule `calls` and the rules it needs: one call of any of `tools`; with `several`, one or more."""
-    build = {HERMES: _hermes, QWEN_XML: _qwen_xml, GLM: _glm}.get(syntax)
+    build = BUILD.get(syntax)
     if build is None or not tools:
         raise UsageError("the model's chat template shows no syntax of tool calls that a grammar could follow")
     literals = _Literals(tokenizer)
     names = [f"call_{at}" for at in range(len(tools))]
-    more = f" ({literals.of(chr(10))} call){{0,{MOST_CALLS - 1}}}" if several else ""
+    between = "" if syntax is MISTRAL else literals.of("\n")
+    more = f" ({between} call){{0,{MOST_CALLS - 1}}}" if several and syntax is not MISTRAL_LIST else ""
     rules = [f"calls: call{more}\n", f"call: {' | '.join(names)}\n"]
     for rule, (name, schema) in zip(names, tools.items(), strict=True):
         rules.append(build(rule, name, schema, literals))
@@ -52,8 +53,7 @@ class _Literals:
 
 def _hermes(rule: str, name: str, schema: Mapping[str, Any], literals: _Literals) -> str:
     begin = f'{OPEN}\n{{"name": {json.dumps(name)}, "arguments": '
-    body = f"{rule}: {literals.of(begin)} {rule}_json {literals.of('}' + chr(10) + CLOSE)}\n"
-    return body + json_rule(f"{rule}_json", _object(schema), f"the tool {name}", lenient=True)
+    return _json_call(rule, name, schema, literals, (begin, "}\n" + CLOSE))
 
 
 def _qwen_xml(rule: str, name: str, schema: Mapping[str, Any], literals: _Literals) -> str:
@@ -64,6 +64,23 @@ def _qwen_xml(rule: str, name: str, schema: Mapping[str, Any], literals: _Litera
 def _glm(rule: str, name: str, schema: Mapping[str, Any], literals: _Literals) -> str:
     begin = f"{OPEN}{name}\n"
     return _arguments(rule, schema, literals, (begin, "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", CLOSE))
+
+
+def _mistral(rule: str, name: str, schema: Mapping[str, Any], literals: _Literals) -> str:
+    return _json_call(rule, name, schema, literals, (f"{MISTRAL.open}{name}[ARGS]", ""))
+
+
+def _mistral_list(rule: str, name: str, schema: Mapping[str, Any], literals: _Literals) -> str:
+    """Write a list of one call: the tag is before the list, so that another call would be another item."""
+    begin = f'{MISTRAL.open} [{{"name": {json.dumps(name)}, "arguments": '
+    return _json_call(rule, name, schema, literals, (begin, "}]"))
+
+
+def _json_call(rule: str, name: str, schema: Mapping[str, Any], literals: _Literals, around: tuple[str, str]) -> str:
+    begin, end = map(literals.of, around)
+    return f"{rule}: {begin} {rule}_json {end}\n" + json_rule(
+        f"{rule}_json", _object(schema), f"the tool {name}", lenient=True
+    )
 
 
 def _arguments(rule: str, schema: Mapping[str, Any], literals: _Literals, frame: tuple[str, str, str, str]) -> str:
@@ -112,3 +129,6 @@ def _object(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a tool's arguments; it allows no additional ones unless it says so."""
     closed = {"additionalProperties": False} if isinstance(schema.get("properties"), Mapping) else {}
     return {"type": "object", **closed, **schema}
+
+
+BUILD = {HERMES: _hermes, QWEN_XML: _qwen_xml, GLM: _glm, MISTRAL: _mistral, MISTRAL_LIST: _mistral_list}

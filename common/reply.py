@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.tools import CLOSE, OPEN, read_call, read_cut_call, schemas, syntax_of
+from common.tools import OPEN, read_call, read_cut_call, schemas, syntax_of
 
 THINK, END_THINK = "<think>", "</think>"
 
@@ -38,8 +38,8 @@ class ReplyParser:
         """
         self._schemas = schemas(tools or ())
         self._syntax = syntax_of(template) if tools else None
-        bare = self._syntax.bare if self._syntax else ""
-        self._openers = (OPEN, *(bare.format(name) for name in self._schemas if bare))
+        bare, self._open = (self._syntax.bare, self._syntax.open) if self._syntax else ("", OPEN)
+        self._openers = (self._open, *(bare.format(name) for name in self._schemas if bare))
         self._thinks = THINK in template
         self._state: Callable[[Parts, bool], bool] = self._text
         if self._thinks:
@@ -110,8 +110,8 @@ class ReplyParser:
         if found:
             at, opener = min(found)
             self._show(parts, len(self._held[:at].rstrip()))
-            self._bare = opener != OPEN
-            self._body = self._scan = self._held.find(opener) + (0 if self._bare else len(OPEN))
+            self._bare = opener != self._open
+            self._body = self._scan = self._held.find(opener) + (0 if self._bare else len(self._open))
             self._state = self._call
             return True
         if not is_last:
@@ -130,12 +130,15 @@ class ReplyParser:
             self._show(parts, self._body)  # this is no call: show it without waiting for an end
             self._state = self._text
             return True
-        at = self._held.find(CLOSE, self._scan)
+        close = self._syntax.close or self._open
+        at = self._held.find(close, self._scan)
         if at < 0 and not is_last:
-            self._scan = max(self._body, len(self._held) - len(CLOSE) + 1)
+            self._scan = max(self._body, len(self._held) - len(close) + 1)
             return False
+        if not self._syntax.close:
+            return self._open_call(parts, at if at >= 0 else len(self._held), at < 0 and self._is_cut)
         closed = at >= 0
-        after = at + len(CLOSE) if closed else len(self._held)
+        after = at + len(close) if closed else len(self._held)
         function = None
         if closed or self._bare:
             try:
@@ -153,12 +156,48 @@ class ReplyParser:
         else:
             self._held, self._after_call = self._held[after:], True
         if function is not None:
-            # Random under a seed too: ids must differ between turns, and no template of these families prints them.
-            id = f"call_{secrets.token_hex(12)}"
-            parts.tool_calls.append({"index": self.calls, "id": id, "type": "function", "function": function})
-            self.calls += 1
+            self._add(parts, function)
         self._state = self._text
         return True
+
+    def _open_call(self, parts: Parts, end: int, is_cut: bool) -> bool:
+        """Read the calls between a tag and `end`, of a syntax without closing tags; malformed ones become text."""
+        assert self._syntax
+        bodies = self._syntax.split(self._held[self._body : end]) or [""]
+        found = self._read(bodies)
+        if found and found[-1] is None and end < len(self._held):  # the tag belongs to a string
+            self._scan = end + len(self._open)
+            return True
+        is_whole = None not in found if found else False
+        if is_cut and not is_whole:
+            found = self._read(bodies, is_cut=True)
+        if is_whole or is_cut:
+            self._held, self._after_call = self._held[end:], True
+            for function in found:
+                if function is not None:
+                    self._add(parts, function)
+        else:
+            self._show(parts, end if end == len(self._held) else len(self._held[:end].rstrip()))
+        self._state = self._text
+        return True
+
+    def _read(self, bodies: Sequence[str], is_cut: bool = False) -> list[dict[str, str] | None]:
+        """Read calls, the last of which may be cut; [] if one is malformed, None for one that ends inside a string."""
+        assert self._syntax
+        *whole, last = bodies
+        read_last = read_cut_call if is_cut else read_call
+        try:
+            found = [read_call(self._syntax, body, self._schemas) for body in whole]
+            return [*found, read_last(self._syntax, last, self._schemas)]
+        except ValueError:
+            return []
+
+    def _add(self, parts: Parts, function: dict[str, str]) -> None:
+        """Add a call with an id that is random under a seed too: ids must differ between turns."""
+        assert self._syntax
+        id = f"call_{secrets.token_hex(12)}" if self._syntax.id is None else secrets.token_hex(16)[: self._syntax.id]
+        parts.tool_calls.append({"index": self.calls, "id": id, "type": "function", "function": function})
+        self.calls += 1
 
     def _show(self, parts: Parts, until: int) -> None:
         text, self._held = self._held[:until], self._held[until:]

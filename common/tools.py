@@ -1,12 +1,14 @@
 """Parse tool calls as models write them: find the syntax that a chat template shows, and read a call in it.
 
-Three syntaxes cover the supported families. Each call is enclosed by <tool_call> and </tool_call>:
+Four syntaxes cover the supported families. In three, each call is enclosed by <tool_call> and </tool_call>:
 
     Hermes, Qwen2.5, Qwen3      {"name": NAME, "arguments": {...}}
     Qwen3-Coder, Qwen3.5/3.6    <function=NAME> <parameter=KEY>⏎VALUE⏎</parameter> ... </function>
     GLM-4.5 to 4.7, Laguna      NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> ...
 
 The last two write strings unquoted and other values as JSON; the tool's JSON schema determines which one a value is.
+Calls of Mistral's models follow [TOOL_CALLS] up to the next one, or to the end of the reply: a list of Hermes's
+objects, or NAME[ARGS]{...} in newer models.
 """
 
 import json
@@ -37,16 +39,31 @@ class Syntax(NamedTuple):
            text that is cut where the call is; None before the end of the name
     lead   text that follows <tool_call> and white space in every call
     bare   text that begins a call of the tool {} for models that often omit <tool_call>
+    open   tag before a call
+    close  tag after it; "": it ends where the next one opens, or with the reply
+    id     characters of a call's id; None: any number
     """
 
     parse: Parse
     cut: ParseCut
     lead: str = ""
     bare: str = ""
+    open: str = OPEN
+    close: str = CLOSE
+    id: int | None = None
+
+    def split(self, body: str) -> list[str]:
+        """Divide the text between two tags into its calls, of which there may be several without a closing tag."""
+        text = body.strip()
+        return [body] if self.close or not text.startswith("[") else _items(text)
 
 
 def find_syntax(template: str) -> Syntax | None:
     """Return the syntax that a chat template shows its model; None if it is none of ours."""
+    if MISTRAL.open in template and "[ARGS]" in template:
+        return MISTRAL
+    if MISTRAL.open in template and "arguments" in template:
+        return MISTRAL_LIST
     if OPEN not in template:
         return None
     if "<function=" in template and "<parameter=" in template:
@@ -155,28 +172,63 @@ def read_cut_call(syntax: Syntax, body: str, schemas: Schemas) -> dict[str, str]
 
 
 def _hermes(body: str, schemas: Schemas) -> Call | None:
-    try:
-        call = json.loads(body, strict=False)  # models put line breaks into strings
-    except json.JSONDecodeError as error:
-        if error.msg.startswith("Unterminated string"):
-            return None
-        raise
+    call = _json(body)
+    if call is None:
+        return None
     name, arguments = (call.get("name"), call.get("arguments", {})) if isinstance(call, dict) else (None, None)
     if not isinstance(name, str) or not re.fullmatch(_NAME, name) or not isinstance(arguments, dict):
         raise ValueError("not a name and arguments")
     return name, arguments
 
 
+def _json(text: str) -> Any:
+    """Parse JSON; None if the text ends inside a string."""
+    try:
+        return json.loads(text, strict=False)  # models put line breaks into strings
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Unterminated string"):
+            return None
+        raise
+
+
 def _hermes_cut(body: str, schemas: Schemas) -> tuple[str, str] | None:
     begun = re.match(rf'\s*{{\s*"name"\s*:\s*"({_NAME})"\s*(?:,\s*"arguments"\s*:\s*({{.*))?', body, re.DOTALL)
-    if begun is None:
-        return None
-    arguments = begun[2] or "{"
+    return None if begun is None else (begun[1], _first_json(begun[2] or "{"))
+
+
+def _first_json(text: str) -> str:
+    """Return the JSON value with which the text begins, or all of the text if it ends inside the value."""
     try:
-        _, end = json.JSONDecoder(strict=False).raw_decode(arguments)
+        return text[: json.JSONDecoder(strict=False).raw_decode(text)[1]]
     except (ValueError, RecursionError):
-        return begun[1], arguments
-    return begun[1], arguments[:end]
+        return text
+
+
+def _items(text: str) -> list[str]:
+    """Divide JSON text of a list, which may be cut, into that of its items."""
+    found, at = list[str](), 1
+    while (begun := re.compile(r"[\s,]*(?=[^\s,\]])").match(text, at)) is not None:
+        found.append(_first_json(text[begun.end() :]))
+        at = begun.end() + len(found[-1])
+    return [*found, text[at:].strip()] if text[at:].strip() not in ("", "]") else found
+
+
+_MISTRAL_NAME = re.compile(rf"\s*({_NAME})\s*(?:\[CALL_ID\]\s*\w*\s*)?\[ARGS\]\s*")
+
+
+def _mistral(body: str, schemas: Schemas) -> Call | None:
+    begun = _MISTRAL_NAME.match(body)
+    if begun is None:
+        return _hermes(body, schemas)
+    arguments = _json(body[begun.end() :])
+    if arguments is not None and not isinstance(arguments, dict):
+        raise ValueError("no arguments")
+    return None if arguments is None else (begun[1], arguments)
+
+
+def _mistral_cut(body: str, schemas: Schemas) -> tuple[str, str] | None:
+    begun = _MISTRAL_NAME.match(body)
+    return _hermes_cut(body, schemas) if begun is None else (begun[1], _first_json(body[begun.end() :] or "{"))
 
 
 class _Tags(NamedTuple):
@@ -286,6 +338,8 @@ QWEN_XML = Syntax(
     lead="<function=",
     bare="<function={}>",
 )
+MISTRAL = Syntax(_mistral, _mistral_cut, open="[TOOL_CALLS]", close="", id=9)  # its templates refuse other ids
+MISTRAL_LIST = MISTRAL._replace(lead="[")
 GLM = Syntax(*_tagged(f"({_NAME})", r"<arg_key>([^<]+)</arg_key>\s*<arg_value>", "</arg_value>", "", framed=False))
 
 

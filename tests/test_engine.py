@@ -814,11 +814,12 @@ def test_prompts_are_cut_at_places_of_their_own(monkeypatch):
     assert steps == [(20, 12), (32, 2)]
 
 
-def test_a_stored_prefix_gives_the_bits_of_reading_it(monkeypatch):
+@pytest.mark.parametrize("name", ["qwen35", "mistral"])  # layers that recur, and layers that all have windows
+def test_a_stored_prefix_gives_the_bits_of_reading_it(name, monkeypatch):
     """States kept at the cuts of a prompt, across engines whose slots are new."""
     monkeypatch.setattr(NumpyOps, "prefill_rows", 150)
-    model, cache = tiny.load("qwen35", NumpyOps()), PrefixCache(b"a test", 10**9)
-    ids = tiny.golden("qwen35")["ids"].tolist()
+    model, cache = tiny.load(name, NumpyOps()), PrefixCache(b"a test", 10**9)
+    ids = tiny.golden(name)["ids"].tolist()
     shared = [ids[n % len(ids)] for n in range(320)]
 
     def reply(prefixes, prompt):

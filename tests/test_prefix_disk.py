@@ -102,7 +102,9 @@ def test_a_restart_continues_where_two_texts_part(tmp_path, points, kept, prompt
         assert third.found(points, [*prompt, 5], turn=len(prompt)) == len(prompt)
 
 
-@pytest.mark.parametrize(("name", "whole", "length"), [("qwen3", 600, 560), ("glm", 600, 560), ("qwen35", 600, 0)])
+@pytest.mark.parametrize(
+    ("name", "whole", "length"), [("qwen3", 600, 560), ("glm", 600, 560), ("qwen35", 600, 0), ("mistral", 600, 0)]
+)
 def test_models_continue_where_two_texts_part(name, whole, length, tmp_path):
     """Those with a recurrent state only where a whole state ends; the logits are those of reading everything."""
     model = tiny.load(name, NumpyOps())

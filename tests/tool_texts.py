@@ -15,6 +15,8 @@ TEMPLATES = {name: golden["template"] for name, golden in GOLDEN["templates"].it
 HERMES_TEMPLATE = '{{ tools }}<tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call>'
 QWEN_TEMPLATE = "{{ tools }}<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>"
 GLM_TEMPLATE = "{{ tools }}<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>"
+MISTRAL_TEMPLATE = "{{ tools }}[TOOL_CALLS]{{ call.name }}[ARGS]{{ call.arguments }}"
+MISTRAL_LIST_TEMPLATE = '{{ tools }}[TOOL_CALLS] [{"name": NAME, "arguments": ARGUMENTS}]'
 THINKING = "{% if enable_thinking %}<think>{% endif %}</think>"
 
 TOOLS = [
@@ -56,6 +58,16 @@ def glm_lines(name, arguments):
     """GLM-4.6 and Laguna put line breaks between the tags."""
     pairs = (f"<arg_key>{key}</arg_key>\n<arg_value>{plain(value)}</arg_value>\n" for key, value in arguments.items())
     return f"<tool_call>{name}\n{''.join(pairs)}</tool_call>"
+
+
+def mistral(name, arguments):
+    """Small 3.2 writes the call's id too, Devstral does not."""
+    return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments, ensure_ascii=False)}"
+
+
+def mistral_list(*calls):
+    listed = [{"name": name, "arguments": arguments, "id": "abcdefghi"} for name, arguments in calls]
+    return f"[TOOL_CALLS] {json.dumps(listed, ensure_ascii=False)}"
 
 
 def plain(value):
@@ -102,7 +114,7 @@ def calls(parts):
     """Names and arguments of calls, after the other fields are checked."""
     for index, call in enumerate(parts.tool_calls):
         assert (call["index"], call["type"], set(call)) == (index, "function", {"index", "id", "type", "function"})
-        assert re.fullmatch("call_[0-9a-f]{24}", call["id"])
+        assert re.fullmatch("call_[0-9a-f]{24}|[0-9a-f]{9}", call["id"])
     assert len({call["id"] for call in parts.tool_calls}) == len(parts.tool_calls)
     return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in parts.tool_calls]
 
