@@ -24,7 +24,7 @@ from common.models.window import windowed
 from common.options import GenerationOptions
 from common.pieces import Piece
 from common.row_runner import RowRunner
-from common.schedule import QUEUE, WHOLE_ROWS, Schedule
+from common.schedule import QUEUE, Schedule
 from common.sequence import Call, Sequence, Target
 from common.slot import Prefixes, Slot
 from common.slots import Slots
@@ -364,7 +364,7 @@ class Engine:
         """Run the next step of a prompt, or a part of one."""
         self._prompt_steps += 1
         try:
-            read = sequence.read(self._divides_step(sequence), beside=len(self.running) > 1)
+            read = sequence.read(self._divides, beside=len(self.running) > 1)
         except NoRoomError as error:
             self._make_room(error)
             return
@@ -384,14 +384,6 @@ class Engine:
         except BaseException as error:  # raised by the caller's function, sys.exit included
             self._end(sequence, error)
         self.step_tokens.observe(len(step) + sequence.new_tokens)
-
-    def _divides_step(self, reader: Sequence) -> bool:
-        """Test whether the next step of a prompt is divided.
-
-        While other prompts wait, a step of few rows is not, since each part adds a step of decoding.
-        """
-        waits = any(each.reads for each in self.running if each is not reader)
-        return self._divides and not (waits and not reader.is_divided and reader.rows_to_read <= WHOLE_ROWS)
 
     def _decode(self, sequences: List[Sequence]) -> None:
         """Run the decoders of sequences that have begun to decode up to their first requests."""

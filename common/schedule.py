@@ -2,8 +2,7 @@
 
 - A waiting sequence begins when a slot and memory are free for it: the highest priority first, with equal priority the
   oldest. At most MOST_SKIPS later sequences may overtake a sequence for which memory is not free.
-- A long step of a prompt is computed in parts of consecutive layers; other sequences decode between two parts. While
-  other prompts wait, a step of up to WHOLE_ROWS rows is not divided, so that they wait less.
+- A long step of a prompt is computed in parts of consecutive layers; other sequences decode between two parts.
 - While sequences decode, steps of prompts take at most half of the host's time, which equals the time of the steps if
   the host waits for them. If the host does not wait, parts of prompts and steps of decoding alternate. Prompts are read
   one after another.
@@ -27,7 +26,6 @@ MOST_SKIPS = 4
 MOST_OWED = 2.0  # maximum seconds owed to decoding, because a first step may take long to compile
 VERIFY_ROWS = 64
 QUEUE = 256  # maximum number of sequences that wait
-WHOLE_ROWS = 512  # maximum rows of a prompt's step that is not divided while other prompts wait
 SHARED_PREFILL_ROWS = 1024  # maximum rows of a prompt's step while other replies wait for it
 
 

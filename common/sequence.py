@@ -153,11 +153,6 @@ class Sequence:
         """Test whether some parts of the prompt's next step have been computed."""
         return self.unfinished_parts is not None
 
-    @property
-    def rows_to_read(self) -> int:
-        """Count the rows of the next step of the prompt, if it is not divided."""
-        return self._next_cut(False) - self.slot.state.length if self.slot else 0
-
     def reads_twice(self, divides: bool) -> bool:
         """Test whether, after it has begun, more than one step of its prompt, or some parts of a step, are left.
 

@@ -414,26 +414,6 @@ def test_others_decode_between_short_steps_of_a_prompt(monkeypatch):
     assert second.tokens == expected
 
 
-def test_a_step_is_whole_while_other_prompts_wait(monkeypatch):
-    """Then the last prompt's step is divided, and a step of many rows always is."""
-    monkeypatch.setattr("common.engine.WHOLE_ROWS", 300)
-    model = tiny.load("qwen35", NumpyOps())
-    engine = owing_a_step(Engine(model, Ids(), CONTEXT, parallel=5))
-    first = submit(engine, [5, 6, 7], max_tokens=60)
-    while first.sequence.new_tokens < 2:
-        engine.turn()
-    prompts = [300 * [5], 300 * [6], 350 * [7], 300 * [8]]
-    others = [submit(engine, prompt, max_tokens=20) for prompt in prompts]
-    divided = [False] * len(others)
-    while any(each.sequence.reads for each in others):
-        engine.turn()
-        divided = [now or each.sequence.is_divided for now, each in zip(divided, others, strict=True)]
-    assert divided == [False, False, True, True]
-    drain(engine, [first, *others])
-    for prompt, each in zip(prompts, others, strict=True):
-        assert each.tokens == alone(model, prompt, max_tokens=20).tokens
-
-
 def test_a_cancelled_prompt_leaves_nothing_of_its_parts():
     model = tiny.load("qwen35", NumpyOps())
     engine = Engine(model, Ids(), CONTEXT, parallel=2)
