@@ -41,7 +41,15 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "gigabytes"), [("qwen3.6-27b", 16.53), ("wedlm-8b", 5.02), ("laguna-xs.2", 20.27), ("glm-4.7-flash", 18.1)]
+    ("name", "gigabytes"),
+    [
+        ("qwen3.6-27b", 16.53),
+        ("wedlm-8b", 5.02),
+        ("qwen2.5-7b", 4.68),
+        ("qwen3-30b-a3b", 18.55),
+        ("laguna-xs.2", 20.27),
+        ("glm-4.7-flash", 18.1),
+    ],
 )
 def test_bytes_of_the_real_files(name, gigabytes):
     """Q4_K_M as published: llama.cpp's files of these models have these sizes, without tokenizers."""

@@ -88,6 +88,8 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     keys.expect("mlp_bias", False)
     keys.expect("use_sliding_window", False)
     keys.expect("is_causal", True)  # some models of embeddings attend to later tokens
+    if other := set(map(str, keys.read("layer_types", list, []))) - {"full_attention"}:
+        raise BimetalError(f"{keys.where}: layer_types has {min(other)!r}; supported: full_attention")
     keys.expect("partial_rotary_factor", 1.0)
     keys.expect("rope_parameters.partial_rotary_factor", 1.0)
     layers = keys.size("num_hidden_layers")
@@ -160,6 +162,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     keys = Keys(checkpoint.config, str(checkpoint.path), prefix=architecture + ".", nested=False)
     layers = keys.size("block_count")
     sizes = head_sizes(checkpoint, keys, layers)
+    keys.expect("attention.causal", True)
     experts = _gguf_experts(keys) if architecture == "qwen3moe" else None
     if experts is None:
         keys.expect("expert_count", 0)
