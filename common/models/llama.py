@@ -82,7 +82,6 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     architecture, values = checkpoint.config["model_type"], checkpoint.config
     if architecture == "mistral3":
         values = Keys(values, f"{checkpoint.path} config.json").read("text_config", dict)
-        Keys(values, f"{checkpoint.path} config.json text_config").expect("model_type", "mistral")
     keys = Keys(values, f"{checkpoint.path} config.json")
     keys.expect("hidden_act", "silu")
     keys.expect("mlp_bias", False)

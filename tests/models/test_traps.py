@@ -182,7 +182,7 @@ TRAPS = [  # name, model, mistake
         "qwen3",
         op("attention", lambda f, q, *a, **k: f(q[:, [0, 2, 1, 3]], *a, **k)[:, [0, 2, 1, 3]]),
     ),
-    ("scale of hidden / heads", "qwen3", op("attention", lambda f, *a, scale: f(*a, scale=8**-0.5))),
+    ("scale of hidden / heads", "qwen3", op("attention", lambda f, *a, scale, window: f(*a, scale=8**-0.5))),
     (
         "rope before the norm",
         "qwen3",
