@@ -107,7 +107,7 @@ def test_memory_refuses_a_model_of_one_process() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["qwen3", "qwen35", "qwen35moe", "laguna", "glm"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3moe", "qwen2", "mistral", "qwen35", "qwen35moe", "laguna", "glm"])
 def test_bits_are_those_of_one_process(tmp_path, name, size) -> None:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     import share
@@ -161,7 +161,17 @@ def assert_alike(shared, alone, name) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("qwen3", 2), ("qwen35", 2), ("grouped qwen35moe", 2), ("laguna", 2), ("wide glm", 2), ("wide qwen35moe", 3)],
+    [
+        ("qwen3", 2),
+        ("qwen3moe", 2),
+        ("qwen2", 2),
+        ("mistral", 2),
+        ("qwen35", 2),
+        ("grouped qwen35moe", 2),
+        ("laguna", 2),
+        ("wide glm", 2),
+        ("wide qwen35moe", 3),
+    ],
 )
 def test_layers_that_all_ranks_share(tmp_path, name, size) -> None:
     """Prompts, decoding, trees, steps back, two states: the logits of one process within rounding, of own bytes."""

@@ -51,7 +51,12 @@ def small(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "gigabytes"),
     [
-        *[("qwen3.6-27b", 16.53), ("wedlm-8b", 5.02), ("laguna-xs.2", 20.27), ("glm-4.7-flash", 18.1)],
+        ("qwen3.6-27b", 16.53),
+        ("wedlm-8b", 5.02),
+        ("qwen2.5-7b", 4.68),
+        ("qwen3-30b-a3b", 18.55),
+        ("laguna-xs.2", 20.27),
+        ("glm-4.7-flash", 18.1),
         ("qwen3-next-80b-a3b", 48.5),
         ("gemma-3-27b", 16.54),
     ],

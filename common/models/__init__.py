@@ -54,7 +54,7 @@ DRAFTS = ("dflash", "dspark", "eagle3")  # marks of drafts, some of which have a
 
 def is_defined(checkpoint: Checkpoint) -> bool:
     """Test whether the checkpoint's architecture is defined here."""
-    name = checkpoint.config.get(_name_key(checkpoint))
+    name = _name(checkpoint)
     return isinstance(name, str) and name in ARCHITECTURES
 
 
@@ -65,7 +65,7 @@ def exceeds_float16(checkpoint: Checkpoint) -> bool:
 
 def architecture(checkpoint: Checkpoint) -> tuple[str, ModuleType]:
     """Return the architecture and the module that defines it; raises BimetalError for drafts and unknown ones."""
-    name = checkpoint.config.get(_name_key(checkpoint))
+    name = _name(checkpoint)
     if any(mark in kind_of(checkpoint) for mark in DRAFTS):
         raise BimetalError(f"{checkpoint.path} is a draft; name its model, and this as the draft")
     if not is_defined(checkpoint):
@@ -90,6 +90,13 @@ def rank_config(definition: ModuleType, checkpoint: Checkpoint, ranks: Ranks) ->
         return config if ranks.size == 1 else definition.for_rank(config, ranks)
     except BimetalError as error:
         raise BimetalError(f"{checkpoint.path}: {error}") from None
+
+
+def _name(checkpoint: Checkpoint) -> Any:
+    """Return the name of the architecture; a model with a vision tower whose text is another one has both names."""
+    name, text = checkpoint.config.get(_name_key(checkpoint)), checkpoint.config.get("text_config")
+    kind = text.get("model_type", "mistral") if isinstance(text, dict) else "mistral"
+    return f"{name} of {kind}" if name == "mistral3" and kind != "mistral" else name
 
 
 def _name_key(checkpoint: Checkpoint) -> str:

@@ -82,12 +82,13 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     architecture, values = checkpoint.config["model_type"], checkpoint.config
     if architecture == "mistral3":
         values = Keys(values, f"{checkpoint.path} config.json").read("text_config", dict)
-        Keys(values, f"{checkpoint.path} config.json text_config").expect("model_type", "mistral")
     keys = Keys(values, f"{checkpoint.path} config.json")
     keys.expect("hidden_act", "silu")
     keys.expect("mlp_bias", False)
     keys.expect("use_sliding_window", False)
     keys.expect("is_causal", True)  # some models of embeddings attend to later tokens
+    if other := set(map(str, keys.read("layer_types", list, []))) - {"full_attention"}:
+        raise BimetalError(f"{keys.where}: layer_types has {min(other)!r}; supported: full_attention")
     keys.expect("partial_rotary_factor", 1.0)
     keys.expect("rope_parameters.partial_rotary_factor", 1.0)
     layers = keys.size("num_hidden_layers")
@@ -160,6 +161,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     keys = Keys(checkpoint.config, str(checkpoint.path), prefix=architecture + ".", nested=False)
     layers = keys.size("block_count")
     sizes = head_sizes(checkpoint, keys, layers)
+    keys.expect("attention.causal", True)
     experts = _gguf_experts(keys) if architecture == "qwen3moe" else None
     if experts is None:
         keys.expect("expert_count", 0)

@@ -6,6 +6,11 @@ from generate.synthetic import METADATA
 
 WIDE: dict[str, dict[str, Any]] = {
     "wedlm-8b": {"attention.head_count": 8, "attention.head_count_kv": 2},
+    "qwen2.5-7b": {"attention.head_count": 8, "attention.head_count_kv": 2},
+    "qwen3-30b-a3b": {
+        **{"attention.head_count": 16, "attention.head_count_kv": 2, "expert_count": 16},
+        **{"expert_used_count": 4, "expert_feed_forward_length": 256},
+    },
     "laguna-xs.2": {
         **{"attention.head_count": [8, 16, 16, 16], "attention.head_count_kv": 2, "expert_count": 16},
         **{"expert_used_count": 4, "expert_feed_forward_length": 256, "expert_shared_feed_forward_length": 256},

@@ -307,7 +307,9 @@ def test_a_step_that_fails_is_forgotten():
 def test_real_widths(name, monkeypatch):
     """Matrices of random blocks, as `bench` measures them: steps by products, and a prompt."""
     narrow(name, monkeypatch)
-    shape = f"{name}:{'q4_k_m' if name == 'wedlm-8b' else 'q8_0'}"  # whose blocks two ranks do not divide
+    shape = (
+        f"{name}:{'q4_k_m' if name in ('wedlm-8b', 'qwen2.5-7b') else 'q8_0'}"  # whose blocks two ranks do not divide
+    )
     model = synthetic(shape, open_backend("cuda", synthetic_checkpoint(shape), TWO, random=True))
     state, ids = model.new_state(160), np.random.default_rng(1).integers(0, 512, 146).astype(np.int32)
     for n in (140, 1, 4):  # as they come, captured, where norms take the sums over GPUs, and replayed

@@ -59,6 +59,7 @@ def oracle(name, tmp_path_factory):
     torch = make.torch
     cls, config, _ = make.MODELS[name]
     wide = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "moe_intermediate_size": 32}
+    wide |= {"hidden_size": 128} if name == "qwen2" else {}  # whose heads have hidden / heads columns
     wide |= {"shared_expert_intermediate_size": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
     values = config.to_dict()
     folder = tmp_path_factory.mktemp(name)
@@ -140,10 +141,12 @@ def mlx_lm_folder(name, oracle, tmp_path_factory):
     import mlx.core as mx
 
     config = json.loads((oracle[0] / "config.json").read_text())
-    if name in ("llama", "qwen3"):
+    if not name.startswith("qwen35"):
         rope = config.pop("rope_parameters")
         config |= {"rope_theta": rope["rope_theta"], "rope_scaling": rope if name == "llama" else None}
     config["model_type"] = config["model_type"].removesuffix("_text")
+    if name == "qwen3moe":
+        config["num_experts"] = config.pop("num_local_experts")
     weights = mx.load(str(oracle[0] / "model.safetensors"))
     for i in range(config["num_hidden_layers"] if name == "qwen35moe" else 0):
         gate, up, down = (

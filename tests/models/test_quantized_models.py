@@ -682,13 +682,15 @@ def float32_copy(name, path):
         ropes = config["rope_parameters"]
         ropes["full_attention"].pop("attention_factor")
         return rewritten(tiny.FOLDER / name, path, rope_parameters=ropes)
+    if name == "qwen3moe":  # as released
+        return rewritten(tiny.FOLDER / name, path, rope_parameters=None, rope_theta=10000.0, num_experts=8)
+    if name == "mistral":  # whose window mlx-lm does not read
+        return rewritten(tiny.FOLDER / name, path, rope_parameters=None, rope_theta=10000.0, sliding_window=None)
     return rewritten(tiny.FOLDER / name, path, rope_parameters=None, rope_theta=10000.0)
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(
-    "name", ["llama", "llama-untied", "qwen3", "wedlm", "qwen35", "qwen35moe", "qwen3next", "laguna", "glm"]
-)
+@pytest.mark.parametrize("name", [*(n for n in tiny.MODELS if n not in ("qwen3-yarn", "laguna-m1")), "wedlm"])
 @pytest.mark.parametrize("flags", [["--bits", "4"], ["--mode", "mxfp4"], ["--bits", "3", "--recipe", "mixed"]], ids=str)
 def test_mlx_lm_reads_it(name, flags, tmp_path):
     """The logits of our NumPy reading of the folder, by mlx-lm's definition and MLX's products."""

@@ -12,7 +12,7 @@ from gguf_files import write_gguf
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
-from common.models import load_model
+from common.models import is_defined, load_model
 from common.reference import NumpyOps
 from common.tensors import Tensor
 from common.weights import dense
@@ -68,6 +68,8 @@ REQUIRED = {
     ("llama", "gguf"): "attention.head_count embedding_length block_count feed_forward_length context_length "
     "attention.layer_norm_rms_epsilon",
     ("qwen3-yarn", "safetensors"): "rope_parameters/factor",
+    ("qwen3moe", "safetensors"): "num_experts_per_tok moe_intermediate_size norm_topk_prob max_position_embeddings",
+    ("qwen3moe", "gguf"): "expert_count expert_used_count expert_feed_forward_length context_length",
     ("qwen3-yarn", "gguf"): "rope.scaling.factor",
     ("qwen35", "safetensors"): "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads "
     "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim intermediate_size "
@@ -143,6 +145,9 @@ WRONG = [  # model, format, key, value, what the sentence says
     ("qwen3moe", "gguf", "qwen3moe.expert_weights_norm", False, "expert_weights_norm is False; supported: True"),
     ("qwen2", "safetensors", "use_sliding_window", True, "use_sliding_window is True; supported: False"),
     ("qwen2", "safetensors", "is_causal", False, "is_causal is False; supported: True"),
+    ("qwen2", "gguf", "qwen2.attention.causal", False, "attention.causal is False; supported: True"),
+    ("qwen3", "safetensors", "layer_types", ["full_attention", "sliding_attention"], "layer_types has 'sliding_attent"),
+    ("qwen3", "safetensors", "layer_types", "full", "layer_types is 'full', expected list"),
     ("qwen2", "safetensors", "num_attention_heads", 3, "2 key/value heads do not divide 3 heads"),
     ("mistral", "safetensors", "sliding_window", 0, "sliding_window is 0, expected a number from 1"),
     ("mistral", "safetensors", "sliding_window", "24", "sliding_window is '24', expected int"),
@@ -201,6 +206,15 @@ WRONG = [  # model, format, key, value, what the sentence says
 @pytest.mark.parametrize(("name", "form", "key", "value", "says"), WRONG)
 def test_wrong_key(checkpoints, name, form, key, value, says):
     assert says in refusal(changed(checkpoints(name, form), key, value))
+
+
+def test_a_vision_tower_beside_another_text(checkpoints):
+    """A text whose attention is another one has another model_type; mlx-lm may know it."""
+    mistral = checkpoints("mistral", "safetensors")
+    config = {"model_type": "mistral3", "text_config": mistral.config | {"model_type": "ministral3"}}
+    other = replace(mistral, config=config)
+    assert not is_defined(other)
+    assert "model_type is 'mistral3 of ministral3'; supported: " in refusal(other)
 
 
 def with_tensor(checkpoint: Checkpoint, name: str, tensor: Tensor | None) -> Checkpoint:
