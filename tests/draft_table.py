@@ -79,6 +79,8 @@ THREE_LAYERS = (
     "qwen3moe",
     "qwen35",
     "qwen35moe",
+    "qwen3next",
+    "gemma3",
     "laguna",
     "laguna-m1",
     "glm",

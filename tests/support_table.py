@@ -21,11 +21,8 @@ from generate.backends import open_backend
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- written by python tests/support_table.py -->", "<!-- end of table -->"
 FAMILIES = {  # the family, and the tiny models that stand for it
-    "Qwen3.5 / 3.6, dense and MoE, Qwen3-Next (`qwen35`, `qwen35moe`, `qwen3next`)": (
-        "qwen35",
-        "qwen35moe",
-        "qwen3next",
-    ),
+    "Qwen3.5 / 3.6, dense and MoE (`qwen35`, `qwen35moe`)": ("qwen35", "qwen35moe"),
+    "Qwen3-Next (`qwen3next`)": ("qwen3next",),
     "Qwen3, dense and MoE, WeDLM, Qwen2.5 (`qwen3`, `qwen3moe`, `qwen2`)": ("qwen3", "qwen3-yarn", "qwen3moe", "qwen2"),
     "Llama, SmolLM2, Mistral (`llama`, `mistral`)": ("llama", "llama-untied", "mistral"),
     "Gemma 3 (`gemma3`)": ("gemma3",),
