@@ -88,7 +88,7 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     keys.expect("use_sliding_window", False)
     keys.expect("is_causal", True)  # some models of embeddings attend to later tokens
     if other := set(map(str, keys.read("layer_types", list, []))) - {"full_attention"}:
-        raise BimetalError(f"{keys.where}: layer_types has {min(other)!r}; supported: full_attention")
+        raise BimetalError(f"{keys.where}: layer_types has {min(other)!r:.60}; supported: full_attention")
     keys.expect("partial_rotary_factor", 1.0)
     keys.expect("rope_parameters.partial_rotary_factor", 1.0)
     layers = keys.size("num_hidden_layers")
