@@ -682,12 +682,16 @@ def float32_copy(name, path):
         ropes = config["rope_parameters"]
         ropes["full_attention"].pop("attention_factor")
         return rewritten(tiny.FOLDER / name, path, rope_parameters=ropes)
+    older = {"rope_parameters": None, "rope_theta": 10000.0}
+    if name == "gemma3":
+        older |= {"rope_theta": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+        return rewritten(tiny.FOLDER / name, path, **older, rope_local_base_freq=10000.0, sliding_window_pattern=6)
     return rewritten(tiny.FOLDER / name, path, rope_parameters=None, rope_theta=10000.0)
 
 
 @pytest.mark.model
 @pytest.mark.parametrize(
-    "name", ["llama", "llama-untied", "qwen3", "wedlm", "qwen35", "qwen35moe", "qwen3next", "laguna", "glm"]
+    "name", ["llama", "llama-untied", "qwen3", "wedlm", "qwen35", "qwen35moe", "gemma3", "laguna", "glm"]
 )
 @pytest.mark.parametrize("flags", [["--bits", "4"], ["--mode", "mxfp4"], ["--bits", "3", "--recipe", "mixed"]], ids=str)
 def test_mlx_lm_reads_it(name, flags, tmp_path):
