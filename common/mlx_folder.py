@@ -90,8 +90,14 @@ def _stacked(checkpoint: Checkpoint, name: str, weight: Weight, choice: Choice) 
 
 
 def _mlx_name(checkpoint: Checkpoint, name: str) -> str:
-    """Return mlx-lm's name of a tensor: Qwen3.5's text model is `language_model` there."""
-    if not str(checkpoint.config.get("model_type")).startswith("qwen3_5") or name.startswith("language_model."):
+    """Return mlx-lm's name of a tensor: the text model of Qwen3.5, and of Gemma 3 beside a vision tower, is
+    `language_model` there.
+    """
+    family = str(checkpoint.config.get("model_type"))
+    if family == "gemma3" and name.startswith(("model.vision_tower.", "model.multi_modal_projector.")):
+        return name.removeprefix("model.")
+    wraps = family.startswith("qwen3_5") or family == "gemma3"
+    if not wraps or name.startswith(("language_model.", "vision_tower.", "multi_modal_projector.")):
         return name
     if name.startswith("model.language_model."):
         return "language_model.model." + name.removeprefix("model.language_model.")

@@ -33,6 +33,7 @@ _END_TOKENS = (
     *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>"),  # Llama
     *("<|user|>", "<|observation|>"),  # GLM
     *("</assistant>", "〈|EOS|〉"),  # Laguna
+    "<end_of_turn>",  # Gemma
 )
 
 _MAX_SPACES = 1 << 20  # in a row; the package's regular expressions give up at ten times as many
@@ -185,7 +186,7 @@ class Tokenizer:
         while left:
             text = left.pop()
             found, control = self.encode_and_find(text, parse_special=False)
-            cuts = [start + 1 for start, _, _ in control]
+            cuts = [start + 1 for start, end, _ in control if end > start + 1]  # one character is unknown, and stays
             if cuts:
                 left += [text[a:b] for a, b in pairwise([0, *cuts, len(text)])][::-1]
             else:
@@ -248,7 +249,9 @@ class Tokenizer:
     def token_bytes(self, id: int) -> bytes:
         """Return the bytes that a token stands for; not always whole characters."""
         if id in self._added:
-            return self._added[id]
+            if self._byte_level or id in self._special:
+                return self._added[id]
+            return self._added[id].replace("▁".encode(), b" ")  # runs of spaces, such as Gemma's
         token = self._backend.id_to_token(id) if 0 <= id < self.vocab_size else None
         if token is None:
             raise BimetalError(f"token id {id} is not in the vocabulary of {self.vocab_size} tokens")

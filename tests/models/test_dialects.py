@@ -131,7 +131,37 @@ def in_float32(c: Checkpoint) -> Checkpoint:
     return replace(c, tensors={key: mapped(tensor, lambda w: w) for key, tensor in c.tensors.items()})
 
 
+def beside_vision(c: Checkpoint, prefix: str) -> Checkpoint:
+    """Gemma 3 of 4B and more: text below `prefix`, its keys in text_config, a vision tower beside it."""
+    outer = "model." if prefix == "model.language_model." else ""
+    extra = (outer + "vision_tower.vision_model.head.weight", outer + "multi_modal_projector.mm_soft_emb_norm.weight")
+    c = renamed(c, lambda key: key.replace("model.", prefix, 1))
+    config = {"model_type": "gemma3", "text_config": c.config, "vision_config": {}}
+    return replace(c, config=config, tensors=c.tensors | {key: dense(key, np.ones((2, 2))) for key in extra})
+
+
+def gemma_as_released(c: Checkpoint) -> Checkpoint:
+    return beside_vision(c, "language_model.model.")
+
+
+def gemma_of_newer_transformers(c: Checkpoint) -> Checkpoint:
+    return beside_vision(c, "model.language_model.")
+
+
+def with_older_gemma_keys(c: Checkpoint) -> Checkpoint:
+    """Ropes and windows as before transformers 5, without the keys that have defaults."""
+    config = {key: value for key, value in c.config.items() if key not in ("rope_parameters", "layer_types")}
+    for key in ("_sliding_window_pattern", "vocab_size", "rms_norm_eps", "max_position_embeddings"):
+        del config[key]
+    config |= {"rope_theta": 1e2, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6}
+    return replace(c, config=config | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+
+
 SAFETENSORS = [
+    ("gemma3", gemma_as_released),
+    ("gemma3", gemma_of_newer_transformers),
+    ("gemma3", with_older_gemma_keys),
+    ("gemma3", in_float32),
     ("qwen35", as_trained_with_vision),
     ("qwen35moe", as_trained_with_vision),
     ("qwen35", of_mlx_lm),
@@ -218,7 +248,16 @@ def joined_projections(c: Checkpoint) -> Checkpoint:
     return replace(c, tensors=tensors)
 
 
+def listed_windows(c: Checkpoint) -> Checkpoint:
+    """Which layers have a window as an array, and the rope of these layers."""
+    keys = {"gemma3.attention.sliding_window_pattern": [(i + 1) % 6 > 0 for i in range(8)]}
+    return replace(c, config=c.config | keys | {"gemma3.rope.freq_base_swa": 1e4})
+
+
 GGUF = [
+    ("gemma3", listed_windows),
+    ("gemma3", without_unit_axes),
+    ("gemma3", with_unit_axes),
     ("qwen3next", joined_projections),
     ("qwen3next", fused_attention),
     ("qwen3next", fused_experts),

@@ -11,6 +11,7 @@ import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -682,11 +683,15 @@ def float32_copy(name, path):
         ropes = config["rope_parameters"]
         ropes["full_attention"].pop("attention_factor")
         return rewritten(tiny.FOLDER / name, path, rope_parameters=ropes)
+    older: dict[str, Any] = {"rope_parameters": None, "rope_theta": 10000.0}
     if name == "qwen3moe":  # as released
-        return rewritten(tiny.FOLDER / name, path, rope_parameters=None, rope_theta=10000.0, num_experts=8)
+        older["num_experts"] = 8
     if name == "mistral":  # whose window mlx-lm does not read
-        return rewritten(tiny.FOLDER / name, path, rope_parameters=None, rope_theta=10000.0, sliding_window=None)
-    return rewritten(tiny.FOLDER / name, path, rope_parameters=None, rope_theta=10000.0)
+        older["sliding_window"] = None
+    if name == "gemma3":
+        older |= {"rope_theta": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+        older |= {"rope_local_base_freq": 10000.0, "sliding_window_pattern": 6}
+    return rewritten(tiny.FOLDER / name, path, **older)
 
 
 @pytest.mark.model

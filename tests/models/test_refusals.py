@@ -80,6 +80,9 @@ REQUIRED = {
     ): "block_count attention.key_length attention.head_count attention.head_count_kv embedding_length "
     "ssm.time_step_rank ssm.inner_size ssm.group_count ssm.state_size ssm.conv_kernel rope.dimension_count "
     "feed_forward_length context_length attention.layer_norm_rms_epsilon",
+    ("gemma3", "safetensors"): "hidden_size num_hidden_layers intermediate_size",
+    ("gemma3", "gguf"): "block_count attention.key_length attention.head_count attention.head_count_kv "
+    "embedding_length feed_forward_length context_length attention.layer_norm_rms_epsilon rope.scaling.factor",
     ("qwen3next", "safetensors"): "num_experts num_experts_per_tok moe_intermediate_size",
     ("qwen3next", "gguf"): "expert_count expert_used_count ssm.group_count",
     ("qwen35moe", "safetensors"): "num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size",
@@ -120,6 +123,29 @@ WRONG = [  # model, format, key, value, what the sentence says
     ("llama", "safetensors", "head_dim", 10**9, "says that a tensor has 4000000000 rows"),
     ("qwen35", "safetensors", "linear_value_head_dim", 10**9, "says that a tensor has 6000000000 rows"),
     ("qwen35moe", "safetensors", "num_experts", 10**9, "says that a tensor has 1000000000 rows"),
+    ("gemma3", "safetensors", "hidden_activation", "silu", "hidden_activation is 'silu'; supported: gelu_pytorch_tanh"),
+    ("gemma3", "safetensors", "final_logit_softcapping", 30.0, "final_logit_softcapping is 30.0; supported: null"),
+    ("gemma3", "safetensors", "attn_logit_softcapping", 50.0, "attn_logit_softcapping is 50.0; supported: null"),
+    ("gemma3", "safetensors", "use_bidirectional_attention", True, "use_bidirectional_attention is True; supported: "),
+    ("gemma3", "safetensors", "layer_types", ["full_attention"], "layer_types must name full_attention or sliding_"),
+    ("gemma3", "safetensors", "layer_types", ["chunked"] * 8, "layer_types must name full_attention or sliding_"),
+    ("gemma3", "safetensors", "sliding_window", 0, "sliding_window is 0, expected a number from 1"),
+    ("gemma3", "safetensors", "query_pre_attn_scalar", 0, "query_pre_attn_scalar is 0.0, expected a finite number"),
+    ("gemma3", "safetensors", "head_dim", 10**9, "says that a tensor has 4000000000 rows"),
+    ("gemma3", "safetensors", "num_key_value_heads", 3, "3 key/value heads do not divide 4 heads"),
+    ("gemma3", "safetensors", "rope_parameters/full_attention/rope_type", "yarn3", "rope type 'yarn3'; supported: "),
+    (
+        "gemma3",
+        "safetensors",
+        "rope_parameters/sliding_attention",
+        3,
+        "rope_parameters.sliding_attention is 3, expected",
+    ),
+    ("gemma3", "gguf", "gemma3.final_logit_softcapping", 30.0, "final_logit_softcapping is 30.0; supported: none"),
+    ("gemma3", "gguf", "gemma3.attention.sliding_window", -1, "sliding_window is -1, expected a number from 1"),
+    ("gemma3", "gguf", "gemma3.attention.sliding_window_pattern", [True], "pattern does not cover 8 layers"),
+    ("gemma3", "gguf", "gemma3.attention.value_length", 8, "attention.value_length is 8; supported: 16"),
+    ("gemma3", "gguf", "gemma3.block_count", 10**9, "says it has 1000000000 layers, and has "),
     ("qwen3next", "safetensors", "num_experts", 0, "num_experts is 0, expected a number from 1"),
     ("qwen3next", "safetensors", "norm_topk_prob", False, "norm_topk_prob is False; supported: True"),
     ("qwen3next", "safetensors", "decoder_sparse_step", 2, "decoder_sparse_step is 2; supported: 1"),
@@ -223,7 +249,7 @@ def with_tensor(checkpoint: Checkpoint, name: str, tensor: Tensor | None) -> Che
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "qwen35moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "qwen35moe", "qwen3next", "gemma3"])
 def test_every_tensor_counts(checkpoints, name, form):
     """Without any one tensor, and with any one too long by a row, the file is refused by that tensor's name."""
     checkpoint = checkpoints(name, form)
