@@ -684,6 +684,8 @@ def float32_copy(name, path):
         ropes["full_attention"].pop("attention_factor")
         return rewritten(tiny.FOLDER / name, path, rope_parameters=ropes)
     older: dict[str, Any] = {"rope_parameters": None, "rope_theta": 10000.0}
+    if name == "qwen3next":
+        older["partial_rotary_factor"] = 0.25
     if name == "qwen3moe":  # as released
         older["num_experts"] = 8
     if name == "mistral":  # whose window mlx-lm does not read
