@@ -255,7 +255,9 @@ def test_ops(file, chosen):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3-", "qwen3moe", "qwen2", "mistral", "qwen35 ", "qwen35moe", "laguna", "glm"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-", "qwen3moe", "qwen2", "mistral", "qwen35 ", "qwen35moe", "qwen3next", "laguna", "gemma3", "glm"]
+)
 def test_models(name):
     chosen = "tree or snapshot or whole or replay"
     on_cpu("models/test_cuda_models.py", f"{name.strip(' -')} and not yarn and not m1 and ({chosen})")
