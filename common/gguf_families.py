@@ -149,6 +149,16 @@ def _glm(c: Any, values: Values) -> Values:
     }
 
 
+def _glm4_moe(c: Any, values: Values) -> Values:
+    keys = _grouped(c) | _sigmoid_experts(c.experts, c.dense_layers)
+    return keys | {
+        "block_count": c.layers,
+        "feed_forward_length": c.ffn,
+        "expert_shared_count": c.experts.shared_ffn // c.experts.ffn,
+        "rope.dimension_count": 2 * len(c.rope.frequencies),
+    }
+
+
 def _gemma3(c: Any, values: Values) -> Values:
     keys = _grouped(c) | {"block_count": len(c.is_sliding), "feed_forward_length": c.ffn}
     return keys | ({"attention.sliding_window": c.window} if c.window else {})
@@ -175,5 +185,6 @@ FAMILIES = {  # by config.json's model_type
     "laguna": Family("laguna", _laguna, rope=_laguna_rope),
     "gemma3": Family("gemma3", _gemma3, theta=1e6, rope=_gemma3_rope),
     "gemma3_text": Family("gemma3", _gemma3, theta=1e6, rope=_gemma3_rope),
+    "glm4_moe": Family("glm4moe", _glm4_moe, pre="glm4"),
     "glm4_moe_lite": Family("deepseek2", _glm, theta=1e6, pre="glm4"),
 }

@@ -1,8 +1,8 @@
 """Models of released shapes with random weights, for benchmarks without a download.
 
 The types are those that llama.cpp's quantizer gives each matrix (src/llama-quant.cpp, Q4_K_M: Q6_K for the head, and
-for value projections, fused qkv and down projections of a third of the layers and both ends; Q5_0 for rows that no
-block of 256 divides; routers stay float32).
+for value projections, fused qkv and down projections of a third of the layers and both ends; Q5_0 and Q8_0 for rows
+that no block of 256 divides; routers stay float32).
 """
 
 import zlib
@@ -146,6 +146,26 @@ METADATA: dict[str, dict[str, Any]] = {
         "laguna.rope.scaling.yarn_beta_slow": 1.0,
         "laguna.context_length": 131072,
     },
+    "glm-4.5-air": {
+        "general.architecture": "glm4moe",
+        "glm4moe.vocab_size": 151552,
+        "glm4moe.embedding_length": 4096,
+        "glm4moe.block_count": 46,
+        "glm4moe.attention.head_count": 96,
+        "glm4moe.attention.head_count_kv": 8,
+        "glm4moe.attention.key_length": 128,
+        "glm4moe.attention.layer_norm_rms_epsilon": 1e-5,
+        "glm4moe.feed_forward_length": 10944,
+        "glm4moe.leading_dense_block_count": 1,
+        "glm4moe.expert_count": 128,
+        "glm4moe.expert_used_count": 8,
+        "glm4moe.expert_shared_count": 1,
+        "glm4moe.expert_feed_forward_length": 1408,
+        "glm4moe.expert_weights_scale": 1.0,
+        "glm4moe.rope.freq_base": 1e6,
+        "glm4moe.rope.dimension_count": 64,
+        "glm4moe.context_length": 131072,
+    },
     "glm-4.7-flash": {
         "general.architecture": "deepseek2",
         "deepseek2.vocab_size": 154880,
@@ -227,6 +247,9 @@ def _known_tensors(metadata: dict[str, Any], architecture: str, recipe: str, lay
     tensors = {f"blk.{i}": dense(f"blk.{i}", np.zeros(1)) for i in range(layers)}
     name = HEAD[architecture in TIED]
     tensors[name] = random_matrix(name, head, _type(Stored((name,), head), recipe, layers, name))
+    if architecture == "glm4moe":  # whose q, k and v have biases
+        heads = metadata["glm4moe.attention.head_count"] * metadata["glm4moe.attention.key_length"]
+        tensors["blk.0.attn_q.bias"] = constant_vector("blk.0.attn_q.bias", (heads,))
     if architecture == "laguna":  # whose gate is one per head
         heads = metadata["laguna.attention.head_count"][0]
         tensors["blk.0.attn_gate.weight"] = random_matrix("blk.0.attn_gate.weight", (heads, head[1]), "Q4_K")
@@ -240,15 +263,20 @@ def _type(stored: Stored, recipe: str, layers: int, head: str) -> str:
     if not recipe.endswith("_k_m"):
         return recipe.upper()
     most = recipe.removesuffix("_m").upper()
+    type_ = "Q6_K" if _has_more_bits(stored.names[0], layers, head) else most
     if stored.shape[-1] % 256:  # llama.cpp's fallback
-        return {"Q4_K": "Q5_0", "Q5_K": "Q5_1"}[most]
-    if stored.names[0] == head:
-        return "Q6_K"
+        return {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}[type_]
+    return type_
+
+
+def _has_more_bits(name: str, layers: int, head: str) -> bool:
+    part = name.split(".")
+    if name == head:
+        return True
     if part[0] == "blk" and part[2] in ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps", "ffn_down_shexp"):
         layer = int(part[1])
-        if layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2:
-            return "Q6_K"
-    return most
+        return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    return False
 
 
 def constant_vector(name: str, shape: tuple[int, ...]) -> Tensor:

@@ -84,9 +84,10 @@ THREE_LAYERS = (
     "laguna",
     "laguna-m1",
     "glm",
+    "glm4moe",
 )  # at least, which the draft reads
 KINDS: Mapping[str, Kind] = {
-    "multi-token prediction": Kind("chain", _block, ("qwen35", "qwen35moe", "glm")),
+    "multi-token prediction": Kind("chain", _block, ("qwen35", "qwen35moe", "glm", "glm4moe")),
     "DFlash": Kind("tree", _dflash),
     "DFlash2": Kind("tree", _like_golden("dflash2"), THREE_LAYERS),
     "DSpark": Kind("tree", _like_golden("dspark"), THREE_LAYERS),

@@ -32,6 +32,11 @@ SMALL = {  # keys of a real shape, smaller
         **{"vocab_size": 96, "embedding_length": 256, "block_count": 6, "feed_forward_length": 256},
         **{"attention.head_count": 4, "attention.head_count_kv": 2},
     },
+    "glm-4.5-air": {
+        **{"vocab_size": 96, "embedding_length": 256, "block_count": 3, "feed_forward_length": 256},
+        **{"attention.head_count": 4, "attention.head_count_kv": 2, "expert_count": 8, "expert_used_count": 2},
+        "expert_feed_forward_length": 256,
+    },
     "glm-4.7-flash": {
         **{"vocab_size": 96, "embedding_length": 256, "block_count": 3, "feed_forward_length": 256},
         **{"attention.head_count": 4, "attention.q_lora_rank": 256, "attention.kv_lora_rank": 256},

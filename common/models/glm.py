@@ -216,7 +216,7 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
         tensor = Names(dialect, f"{prefix}{i}.", checkpoint.tensors)
         weights = partial(ffn_weights, ffn=c.ffn) if i < c.dense_layers else partial(sigmoid_moe_weights, e=c.experts)
         layers.append({**_attention_weights(c, tensor), **weights(tensor, c.hidden, ranks=c.ranks)})
-    return Layout(top, layers, partial(_ignored, prefix, c.layers))
+    return Layout(top, layers, partial(ignored, prefix, c.layers))
 
 
 def mtp_weights(c: Config, tensor: Names) -> Table:
@@ -298,7 +298,8 @@ def _transposed(tensor: Tensor) -> Tensor:
     return replace(tensor, shape=(H, R, N), data=np.ascontiguousarray(items).reshape(H, R, -1))
 
 
-def _ignored(prefix: str, layers: int, name: str) -> str | None:
+def ignored(prefix: str, layers: int, name: str) -> str | None:
+    """Return why a tensor may be ignored: that of a layer after the model's own; None for others."""
     layer = name.removeprefix(prefix).split(".")[0] if name.startswith(prefix) else ""
     return "multi-token-prediction block, run with draft mtp" if layer.isdigit() and int(layer) >= layers else None
 

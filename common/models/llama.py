@@ -224,17 +224,34 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
 
 
 def _layer_weights(c: Config, tensor: Names) -> Table:
+    return {
+        **attention_weights(c, tensor, pairs_adjacent=c.architecture == "llama"),
+        "attn_norm": Vector(tensor("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
+        "ffn_norm": Vector(tensor("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
+        **(
+            routed_weights(tensor, c.hidden, c.experts, c.ranks)
+            if c.experts
+            else ffn_weights(tensor, c.hidden, c.ffn, c.ranks)
+        ),
+    }
+
+
+def attention_weights(c: Any, tensor: Names, pairs_adjacent: bool = False) -> Table:
+    """List the weights of a layer's attention.
+
+    c               a configuration with the heads, biases and norms of this file's
+    pairs_adjacent  whether a rope pair in GGUF files is two adjacent rows of a head
+    """
     H, K, D = c.heads, c.kv_heads, c.head_dim
     heads, kv_heads = c.ranks.segment(H * D), c.kv_ranks.segment(K * D)
 
     def half_split(heads: int) -> dict[str, Fix]:
-        """Permute rows of llama GGUFs, where a rope pair is two adjacent rows of a head, to pairs (j, j + D/2)."""
-        if c.architecture != "llama":
+        """Permute rows of a GGUF file to rope pairs (j, j + D/2)."""
+        if not pairs_adjacent:
             return {}
         return {"gguf": rows(np.arange(heads * D).reshape(heads, D // 2, 2).swapaxes(1, 2).ravel())}
 
     table: dict[str, Matrix | Vector | None] = {
-        "attn_norm": Vector(tensor("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
         "qkv": Matrix(
             tensor("self_attn.q_proj.weight", "attn_q.weight", (H * D, c.hidden), half_split(H), shard=by_rows(heads)),
             tensor(
@@ -244,12 +261,6 @@ def _layer_weights(c: Config, tensor: Names) -> Table:
         ),
         "o": Matrix(
             tensor("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D), shard=by_columns(heads))
-        ),
-        "ffn_norm": Vector(tensor("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
-        **(
-            routed_weights(tensor, c.hidden, c.experts, c.ranks)
-            if c.experts
-            else ffn_weights(tensor, c.hidden, c.ffn, c.ranks)
         ),
     }
     if c.has_biases:
@@ -292,8 +303,15 @@ def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, row
     return ops.add(x, ops.all_reduce(softmax_moe(ops, c.experts, w, z) if c.experts else swiglu_ffn(ops, w, z)))
 
 
-def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, x: Array) -> Array:
+def attention(ops: Ops, c: Any, w: Any, kv: Any, step: Step, x: Array) -> Array:
     """Compute grouped-query attention for this rank's heads of x (T, hidden): (T, hidden)."""
+    q, k, v = queries_keys_values(ops, c, w, step, x)
+    o = ops.attention(q, k, v, kv, step, scale=c.head_dim**-0.5, window=c.window)
+    return ops.linear(o.reshape(x.shape[0], -1), w.o)
+
+
+def queries_keys_values(ops: Ops, c: Any, w: Any, step: Step, x: Array) -> tuple[Array, Array, Array]:
+    """Compute roped queries (T, H, D) and keys (T, K, D), and values (T, K, D), of x (T, hidden)."""
     T, H, K, D = x.shape[0], c.heads, c.kv_heads, c.head_dim
     qkv = ops.linear(x, w.qkv)
     q, k, v = qkv[:, : H * D], qkv[:, H * D : (H + K) * D], qkv[:, (H + K) * D :]
@@ -306,5 +324,4 @@ def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, x: Array) -> Arr
     else:
         q = ops.rope(q, step.positions, c.rope)
         k = ops.rope(k, step.positions, c.rope)
-    o = ops.attention(q, k, v, kv, step, scale=D**-0.5, window=c.window)
-    return ops.linear(o.reshape(T, H * D), w.o)
+    return q, k, v

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Glm4MoeLiteModel, Qwen3_5MoeTextModel, Qwen3_5TextModel
+from transformers import AutoModelForCausalLM, Glm4MoeLiteModel, Glm4MoeModel, Qwen3_5MoeTextModel, Qwen3_5TextModel
 
 HERE = Path(__file__).parent / "models"
 ANCHORS, DEPTH = (1, 7, 20, 40), 3
@@ -30,6 +30,11 @@ KINDS: dict[str, Any] = {  # what a target's block is made of, and what its tens
     "glm": (
         Glm4MoeLiteModel,
         {"mlp_layer_types": ["sparse"]},
+        (GLM, *(GLM + name for name in ("shared_head.norm", "eh_proj", "enorm", "hnorm"))),
+    ),
+    "glm4moe": (
+        Glm4MoeModel,
+        {"first_k_dense_replace": 0},
         (GLM, *(GLM + name for name in ("shared_head.norm", "eh_proj", "enorm", "hnorm"))),
     ),
 }
@@ -63,7 +68,7 @@ def make(target_name: str, seed: int) -> None:
     target = AutoModelForCausalLM.from_pretrained(HERE / target_name, dtype=torch.float32).eval()
     config = target.config.__class__(**(target.config.to_dict() | {"num_hidden_layers": 1} | changes))
     block, generator = cls(config).float().eval(), torch.Generator().manual_seed(seed)
-    around = 1.0 if target_name == "glm" else 0.0  # Qwen3.5 stores norm weights around 0
+    around = 1.0 if target_name.startswith("glm") else 0.0  # Qwen3.5 stores norm weights around 0
     hidden, tensors = config.hidden_size, dict[str, torch.Tensor]()
     for name, p in (*block.layers.named_parameters(), *block.layers.named_buffers()):
         p.copy_(random(name, p.shape, around, generator))

@@ -1,4 +1,4 @@
-"""Write tests/data/models/laguna, laguna-m1, glm, mistral and gemma3, as make_tiny_models.py does for the other models.
+"""Write tests/data/models/laguna, laguna-m1, glm, mistral, gemma3 and glm4moe, as make_tiny_models.py does for others.
 
 The scale of Gemma's embedding is rounded to bfloat16, as transformers does where weights are bfloat16.
 GLM's latent norms take the configuration's rms_norm_eps here, where transformers takes the default of its norm class.
@@ -19,6 +19,8 @@ from transformers import (
     DynamicCache,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
     LagunaConfig,
@@ -86,6 +88,15 @@ MODELS: dict[str, tuple[Any, Any]] = {
             },
         ),
     ),
+    "glm4moe": (  # of GLM-4.5: GLM-4.5-Air has no norms of q and k
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(
+            **(SIZES | HEADS | EXPERTS),
+            **{"vocab_size": 96, "num_hidden_layers": 3, "n_routed_experts": 8, "routed_scaling_factor": 2.5},
+            **{"attention_bias": True, "use_qk_norm": True, "num_mtp_layers": 0},
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        ),
+    ),
 }
 SEEDS = {"gemma3": 103}  # of others than a model's number
 
@@ -96,7 +107,7 @@ def states(cache: DynamicCache, config: Any) -> dict[str, np.ndarray]:
         keys, values = (x[0].transpose(0, 1).numpy() for x in (layer.keys, layer.values))
         if config.model_type == "glm4_moe_lite":
             arrays[f"latent.{i}"] = np.concatenate([keys, values], axis=-1)[::16, 0]
-        elif config.model_type == "mistral" or config.layer_types[i] == "sliding_attention":
+        elif config.model_type == "mistral" or getattr(config, "layer_types", {i: ""})[i] == "sliding_attention":
             arrays[f"keys.{i}"] = keys[-config.sliding_window :][::16]
             arrays[f"values.{i}"] = values[-config.sliding_window :][::16]
         else:
@@ -106,7 +117,8 @@ def states(cache: DynamicCache, config: Any) -> dict[str, np.ndarray]:
 
 def write(name: str, cls: Any, config: Any, seed: int) -> None:
     torch.manual_seed(seed)
-    create = {"glm4_moe_lite": partial(_glm, cls), "gemma3_text": partial(_gemma, cls)}.get(config.model_type, cls)
+    changed = {"glm4_moe": _glm, "glm4_moe_lite": _glm, "gemma3_text": _gemma}.get(config.model_type)
+    create = partial(changed, cls) if changed else cls
     model = make(HERE / name, create, config, torch.bfloat16, seed)
     ids = torch.randint(0, config.vocab_size, (POSITIONS,), generator=torch.Generator().manual_seed(seed))
     cache = DynamicCache()  # without the configuration: keeps the rows before the window too

@@ -97,7 +97,7 @@ def test_sequences_of_a_pool_share_passes(draft):
     pool_drafts.assert_alike(load_pair(tiny.FOLDER / draft, load_model(tiny.checkpoint("qwen35"), CudaOps())), TEXT)
 
 
-@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "glm"])
+@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "glm", "glm4moe"])
 def test_multi_token_prediction(name):
     """Logits of the block against another implementation, with float16 keys; text equal to plain decoding."""
     block = load_pair(tiny.FOLDER / f"mtp-{name}", load_model(tiny.checkpoint(name), CudaOps()))
@@ -139,7 +139,7 @@ def test_candidates_after_the_token_before(name):
     assert_plain(pairs[0], TEXT[:20].tolist(), 12, Speculation("tree", 12))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe", "qwen35moe", "laguna", "laguna-m1", "glm"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe", "qwen35moe", "laguna", "laguna-m1", "glm", "glm4moe"])
 @pytest.mark.parametrize("kind", ["DFlash2", "DSpark"])
 def test_text_of_every_family(kind, name):
     assert draft_table.works(draft_table.KINDS[kind], name, CudaOps())
@@ -226,7 +226,7 @@ def test_every_family_is_a_target(name, kind, tmp_path):
     assert_plain(load_pair(folder, target), prompt, 24, Speculation(kind, 40, top_k=32))
 
 
-@pytest.mark.parametrize("name", ["qwen3moe", "qwen35moe", "laguna", "glm"])
+@pytest.mark.parametrize("name", ["qwen3moe", "qwen35moe", "laguna", "glm", "glm4moe"])
 def test_trees_with_cold_experts(name, tmp_path):
     """With a random draft, and some of the target's experts in slots: the text of the resident target."""
     checkpoint, whole = tiny.checkpoint(name), load_model(tiny.checkpoint(name), CudaOps())

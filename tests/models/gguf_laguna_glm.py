@@ -1,4 +1,4 @@
-"""What llama.cpp's converter makes of a Laguna, a GLM-4.7-Flash (`deepseek2`) and a Gemma 3: keys and tensors.
+"""What llama.cpp's converter makes of Laguna, GLM-4.7-Flash (`deepseek2`), GLM-4.5 and Gemma 3: keys and tensors.
 
 Independent of `common/models`, like gguf_files.py, which writes them. A test may change both before they are written.
 """
@@ -118,7 +118,26 @@ def gemma3(config: dict, weights: Arrays) -> Converted:
     return "gemma3", keys, _tensors(config, 0, weights, NAMES | GEMMA_NORMS)
 
 
-CONVERTERS = {"laguna": laguna, "glm4_moe_lite": glm, "gemma3_text": gemma3}
+def glm4_moe(config: dict, weights: Arrays) -> Converted:
+    head_dim, share = config["head_dim"], config["rope_parameters"]["partial_rotary_factor"]
+    keys = _common_keys(config, config["n_routed_experts"]) | {
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_gating_func": 2,
+        "rope.freq_base": config["rope_parameters"]["rope_theta"],
+        "rope.dimension_count": int(head_dim * share),
+    }
+    own = {"post_attention_layernorm.weight": "post_attention_norm.weight"}
+    own |= {f"self_attn.{x}_proj.bias": f"attn_{x}.bias" for x in "qkv"}
+    return "glm4moe", keys, _tensors(config, config["n_routed_experts"], weights, NAMES | own)
+
+
+CONVERTERS = {"laguna": laguna, "glm4_moe": glm4_moe, "glm4_moe_lite": glm, "gemma3_text": gemma3}
 
 
 def write_keys(writer: gguf.GGUFWriter, architecture: str, keys: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ FAMILIES = [
     "gemma3",
     "laguna",
     "glm",
+    "glm4moe",
 ]
 TWO = Placement((0, 1), (1, 1))
 

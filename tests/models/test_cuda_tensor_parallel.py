@@ -52,6 +52,7 @@ FAMILIES = [
     "gemma3",
     "laguna",
     "glm",
+    "glm4moe",
 ]
 # Partial sums are added in another order than one product adds them, then rows are quantized for the next product: as
 # two GPUs of different stripes. Gated DeltaNet's norms of small heads amplify it.

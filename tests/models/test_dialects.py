@@ -60,6 +60,8 @@ def with_stacked_experts(c: Checkpoint) -> Checkpoint:
     """Experts of a layer in two tensors, as transformers holds them."""
     tensors = dict(c.tensors)
     for i in range(c.config["num_hidden_layers"]):
+        if f"model.layers.{i}.mlp.experts.0.gate_proj.weight" not in tensors:
+            continue
         parts = [
             [dequantize(tensors.pop(f"model.layers.{i}.mlp.experts.{e}.{p}_proj.weight")) for e in range(8)]
             for p in ("gate", "up", "down")
@@ -76,6 +78,8 @@ def in_modules(c: Checkpoint) -> Checkpoint:
     for i in range(c.config["num_hidden_layers"]):
         for part in ("gate", "up", "down"):
             names = [f"model.layers.{i}.mlp.experts.{e}.{part}_proj.weight" for e in range(8)]
+            if names[0] not in tensors:
+                continue
             tensors[f"model.layers.{i}.mlp.switch_mlp.{part}_proj.weight"] = stack([tensors.pop(n) for n in names])
     return replace(c, tensors=tensors)
 
@@ -171,6 +175,9 @@ SAFETENSORS = [
     ("qwen3moe", in_modules),
     ("qwen3moe", with_released_key),
     ("qwen3moe", with_old_rope_keys),
+    ("glm4moe", with_stacked_experts),
+    ("glm4moe", in_modules),
+    ("glm4moe", with_old_rope_keys),
     ("qwen3next", of_mlx_lm),
     ("qwen3next", with_stacked_experts),
     ("qwen3next", with_old_rope_keys),
@@ -269,6 +276,8 @@ GGUF = [
     ("qwen35", fused_attention),
     ("qwen35moe", fused_experts),
     ("qwen3moe", fused_experts),
+    ("glm4moe", fused_experts),
+    ("glm4moe", with_unit_axes),
     ("qwen3moe", with_unit_axes),
     ("qwen35", other_norm_name),
     ("qwen35", listed_layers),

@@ -20,7 +20,7 @@ from common.reference import NumpyOps
 from common.step import Step
 
 ROOT = Path(__file__).parents[2]
-NAMES = ["qwen35", "qwen35moe", "glm"]
+NAMES = ["qwen35", "qwen35moe", "glm", "glm4moe"]
 
 
 def folder_of(name: str) -> Path:
@@ -39,6 +39,8 @@ def text(name: str) -> np.ndarray:
 def pair_name(pair) -> str:
     if pair.architecture in ("glm4_moe_lite", "deepseek2"):
         return "glm"
+    if pair.architecture in ("glm4_moe", "glm4moe"):
+        return "glm4moe"
     return "qwen35moe" if pair.config.experts else "qwen35"
 
 
@@ -74,7 +76,9 @@ def test_logits_of_another_implementation(name, ops):
     assert_golden(pair)
 
 
-@pytest.mark.parametrize(("name", "prefix"), [("qwen35", ""), ("qwen35", "language_model."), ("glm", "")])
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("qwen35", ""), ("qwen35", "language_model."), ("glm", ""), ("glm4moe", "")]
+)
 def test_in_the_model_s_own_folder(name, prefix, ops, tmp_path):
     folder = whole(name, tmp_path / "m", prefix)
     target = load_model(folder, ops)

@@ -205,7 +205,7 @@ def test_a_block_of_further_tokens_is_left_out(tmp_path):
     assert divergence(tmp_path / "out.gguf", "glm") < 1e-9
 
 
-@pytest.mark.parametrize("name", ["laguna", "laguna-m1", "glm"])
+@pytest.mark.parametrize("name", ["laguna", "laguna-m1", "glm", "glm4moe"])
 def test_from_a_gguf_file(name, tmp_path):
     made = write_gguf(tiny.FOLDER / name, tmp_path / "in.gguf")
     quantize(made, tmp_path / "out.gguf", "--type", "Q8_0")
@@ -279,7 +279,7 @@ def with_tokenizer(name, path, patterns, ends):
     ids = list(range(len(alphabet), size))
     folder = rewritten(tiny.FOLDER / name, path, wider, vocab_size=size, eos_token_id=ids, bos_token_id=None)
     vocabulary = {token: id for id, token in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "b")], ignore_merges=name == "glm"))
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "b")], ignore_merges=name.startswith("glm")))
     tokenizer.add_special_tokens(ends[:1])
     tokenizer.add_tokens(ends[1:])  # not special, as Laguna's second one
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
@@ -295,6 +295,7 @@ def with_tokenizer(name, path, patterns, ends):
     [
         ("laguna", "laguna", [_NEWLINE_RUN, _QWEN2], ["<end>", "<turn>"]),
         ("glm", "glm4", [_LLAMA3], ["<end>", "<turn>", "<tool>"]),
+        ("glm4moe", "glm4", [_LLAMA3], ["<end>", "<turn>", "<tool>"]),
     ],
 )
 def test_tokens_that_end_a_reply_go_along(name, pre, patterns, ends, tmp_path):

@@ -43,8 +43,8 @@ from common.weights import dense
 from generate.__main__ import main
 
 IDS = tiny.golden("qwen3")["ids"][:96]
-MIXTURES = ["laguna", "laguna-m1", "glm", "qwen3next"]
-EXPERTS = ["qwen3moe", "qwen35moe", "qwen3next", "laguna", "glm"]
+MIXTURES = ["laguna", "laguna-m1", "glm", "glm4moe", "qwen3next"]
+EXPERTS = ["qwen3moe", "qwen35moe", "qwen3next", "laguna", "glm", "glm4moe"]
 GGUF_MODELS = [name for name in tiny.MODELS if name not in MIXTURES] + MIXTURES
 
 

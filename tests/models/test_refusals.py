@@ -169,6 +169,23 @@ WRONG = [  # model, format, key, value, what the sentence says
     ("qwen3moe", "gguf", "qwen3moe.expert_used_count", 9, "the configuration chooses 9 of 8 experts"),
     ("qwen3moe", "gguf", "qwen3moe.expert_gating_func", 2, "expert_gating_func is 2; supported: 1"),
     ("qwen3moe", "gguf", "qwen3moe.expert_weights_norm", False, "expert_weights_norm is False; supported: True"),
+    ("glm4moe", "safetensors", "n_group", 2, "n_group is 2; supported: 1"),
+    ("glm4moe", "safetensors", "topk_group", 2, "topk_group is 2; supported: 1"),
+    ("glm4moe", "safetensors", "norm_topk_prob", False, "norm_topk_prob is False; supported: True"),
+    ("glm4moe", "safetensors", "first_k_dense_replace", 4, "dense_replace is 4, expected a number from 0 to 3"),
+    ("glm4moe", "safetensors", "first_k_dense_replace", 2, "lacks tensors model.layers.1.mlp.down_proj.weight, "),
+    ("glm4moe", "safetensors", "num_experts_per_tok", 9, "the configuration chooses 9 of 8 experts"),
+    ("glm4moe", "safetensors", "n_routed_experts", ..., "lacks the required key n_routed_experts (int)"),
+    ("glm4moe", "safetensors", "use_qk_norm", False, "has tensors model.layers.0.self_attn.k_norm.weight, "),
+    ("glm4moe", "safetensors", "attention_bias", "yes", "attention_bias is 'yes', expected bool"),
+    ("glm4moe", "safetensors", "rope_parameters/partial_rotary_factor", 1.5, "rope turns 24 channels of a head of 16"),
+    ("glm4moe", "safetensors", "num_hidden_layers", 10**9, "says it has 1000000000 layers"),
+    ("glm4moe", "gguf", "glm4moe.rope.dimension_count", 24, "rope turns 24 channels of a head of 16"),
+    ("glm4moe", "gguf", "glm4moe.nextn_predict_layers", 3, "nextn_predict_layers leaves 0 layers"),
+    ("glm4moe", "gguf", "glm4moe.leading_dense_block_count", -1, "block_count is -1, expected a number from 0 to 3"),
+    ("glm4moe", "gguf", "glm4moe.expert_gating_func", 1, "expert_gating_func is 1; supported: 2"),
+    ("glm4moe", "gguf", "glm4moe.expert_group_count", 8, "expert_group_count is 8; supported: 1"),
+    ("glm4moe", "gguf", "glm4moe.expert_weights_norm", False, "expert_weights_norm is False; supported: True"),
     ("qwen2", "safetensors", "use_sliding_window", True, "use_sliding_window is True; supported: False"),
     ("qwen2", "safetensors", "is_causal", False, "is_causal is False; supported: True"),
     ("qwen2", "gguf", "qwen2.attention.causal", False, "attention.causal is False; supported: True"),
@@ -249,11 +266,12 @@ def with_tensor(checkpoint: Checkpoint, name: str, tensor: Tensor | None) -> Che
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "qwen35moe", "qwen3next", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "qwen35moe", "qwen3next", "gemma3", "glm4moe"])
 def test_every_tensor_counts(checkpoints, name, form):
     """Without any one tensor, and with any one too long by a row, the file is refused by that tensor's name."""
     checkpoint = checkpoints(name, form)
     optional = {"rope_freqs.weight", "output.weight"}  # without them: an unscaled rope, a tied head
+    optional |= {"blk.0.attn_q.bias", "blk.0.attn_q_norm.weight"}  # which tell whether glm4moe's layers have them
     skipped = "blk.4."  # the multi-token-prediction block of qwen35moe
     for key, tensor in checkpoint.tensors.items():
         if key in optional or key.startswith(skipped):

@@ -92,7 +92,7 @@ def test_a_vocabulary_that_ranks_do_not_divide():
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3moe", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna-m1", "glm"]
+    "name", ["qwen3", "qwen3moe", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna-m1", "glm", "glm4moe"]
 )
 def test_quantized_matrices(name):
     """Groups of 32 columns go whole to a rank; what it multiplies are the same numbers."""
@@ -129,6 +129,13 @@ def divides(name, size):
     account(checkpoint, definition.layout(rank_config(definition, checkpoint, Ranks(size - 1, size)), checkpoint))
 
 
+def test_networks_of_blocks_of_32():
+    """Those of GLM-4.5-Air: 10944 channels of its first layer, 1408 of an expert."""
+    divides("glm-4.5-air:q4_k_m", 2)
+    with pytest.raises(BimetalError, match="10944 columns in Q8_0 blocks of 32 cannot be divided among 4 ranks"):
+        divides("glm-4.5-air:q4_k_m", 4)
+
+
 def test_experts_of_three_blocks():
     """The 768 channels of an expert of Qwen3-30B-A3B are three blocks of a K-quant; smaller blocks divide."""
     divides("qwen3-30b-a3b:q8_0", 4)
@@ -159,7 +166,7 @@ def test_other_names(name, dialect):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral", "qwen2", "qwen3moe", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna"]
+    "name", ["llama", "mistral", "qwen2", "qwen3moe", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna", "glm4moe"]
 )
 def test_gguf_files(tmp_path, name):
     """Value heads tiled over key heads, rope pairs as adjacent rows; 16-bit floats, which any ranks divide."""

@@ -120,6 +120,17 @@ def top_of_softmax(right, logits, top_k):
     return ids[:, :top_k], weights[:, :top_k]
 
 
+def rope_adjacent(right, x, w, positions, rope, eps):
+    return rotate_adjacent(REFERENCE.rope, REFERENCE.rms_norm(x, w, eps), positions, rope)
+
+
+def biased_weights(right, logits, bias, top_k, scale):
+    """The chosen experts weighted by the scores that chose them."""
+    ids, _ = right(logits, bias, top_k, scale)
+    scores = np.take_along_axis(sigmoid(logits) + bias, ids, axis=-1)
+    return ids, scale * scores / scores.sum(-1, keepdims=True)
+
+
 def swap_halves(w):
     return np.roll(w, w.shape[1] // 2, axis=1)
 
@@ -197,6 +208,11 @@ TRAPS = [  # name, model, mistake
     ("no q and k norm", "qwen3", op("norm_rope", lambda f, x, w, p, r, eps: REFERENCE.rope(x, p, r))),
     ("no biases", "qwen2", op("add", lambda f, x, y: x if y.ndim == 1 else f(x, y))),
     ("biases after rope", "qwen2", config(rope=lambda c: Rope(tuple(1e-9 for _ in c.rope.frequencies)))),
+    ("no biases beside norms", "glm4moe", op("add", lambda f, x, y: x if y.ndim == 1 else f(x, y))),
+    ("rope of all channels", "glm4moe", config(rope=plain_rope)),
+    ("rope of adjacent halves", "glm4moe", op("norm_rope", rope_adjacent)),
+    ("bias of the router in weights", "glm4moe", op("route_sigmoid", biased_weights)),
+    ("no scale of routed experts", "glm4moe", op("route_sigmoid", lambda f, logits, b, k, scale: f(logits, b, k, 1.0))),
     ("no window", "mistral", op("attention", lambda f, *a, window, **k: f(*a, window=None, **k))),
     ("a window of one key more", "mistral", config(window=lambda c: c.window + 1)),
     # norms
