@@ -35,6 +35,7 @@ class LayerSize:
     heads       query heads of attention, 0 without
     expanded    numbers per past token to which latent attention expands keys and values, 0 without
     states      the layer's states
+    gathered    part of `ffn`: numbers per row that a backend copies if each chosen expert gets the row as its own
     """
 
     mixer: int
@@ -43,6 +44,7 @@ class LayerSize:
     heads: int
     expanded: int
     states: LayerSpec
+    gathered: int = 0
 
 
 def decoded_bytes(layer: LayerSize, tokens: int) -> int:

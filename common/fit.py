@@ -225,15 +225,18 @@ def shared_that_fits(ops: Ops, blueprint: Blueprint, tokens: int, parallel: int)
 
 def layer_size(table: Table, states: LayerSpec, config: Any) -> LayerSize:
     """Measure the work of one layer per row, from its table of weights."""
-    values, part = {"mixer": 0, "ffn": 0}, "mixer"
+    values, part, gathered = {"mixer": 0, "ffn": 0}, "mixer", 0
     for name, entry in table.items():
         part = "ffn" if name == "ffn_norm" else part
+        if name.endswith("_post_norm"):  # beside the two norms that LayerSize.hidden stands for
+            values[part] += config.hidden
         if isinstance(entry, Matrix):
             *stacked, _, columns = entry.parts[0].shape
             times = 1
             if stacked:  # experts, of which some are chosen, or latent attention's matrices, counted as `expanded`
                 times = config.experts.top_k if name.startswith("experts_") else 0
             values[part] += times * (sum(p.shape[-2] for p in entry.parts) + columns)
+            gathered += (times - 1) * columns if name == "experts_gate_up" else 0
     heads = expanded = 0
     for s in states.values():
         if isinstance(s, KVSpec):
@@ -241,7 +244,7 @@ def layer_size(table: Table, states: LayerSpec, config: Any) -> LayerSize:
         elif isinstance(s, LatentSpec):
             heads = config.heads
             expanded = heads * (2 * config.nope_dim + config.rope_dim + config.value_dim)
-    return LayerSize(values["mixer"], values["ffn"], config.hidden, heads, expanded, states)
+    return LayerSize(values["mixer"], values["ffn"], config.hidden, heads, expanded, states, gathered)
 
 
 def _columns(table: Table, name: str) -> int:

@@ -64,5 +64,5 @@ def hidden_bytes(layers: Sequence[LayerSize]) -> int:
 def _layer_bytes(layer: LayerSize, tokens: int, rows: int) -> int:
     """Count float32 numbers that enter and leave matrices, and those in between."""
     parts = [kept(s).work(s, layer, tokens) for s in layer.states.values()]
-    values = layer.mixer + layer.ffn + 2 * layer.hidden + sum(values for values, _ in parts)
+    values = layer.mixer + layer.ffn - layer.gathered + 2 * layer.hidden + sum(values for values, _ in parts)
     return 4 * (rows * values + sum(beside for _, beside in parts))

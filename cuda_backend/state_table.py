@@ -58,7 +58,8 @@ def _latent_width(s: LatentSpec) -> int:
 def _latent_work(s: LatentSpec, layer: LayerSize, tokens: int) -> tuple[int, int]:
     # float16 keys and values of all heads, and float16 copies of rows that lie in pages or in another format
     beside = min(tokens, EXPANDED) * (layer.expanded + _latent_width(s)) // 2
-    return 8 * layer.heads if tokens > EXPANDED else 0, beside
+    values = layer.expanded // 2  # about the float16 queries of a row and its result
+    return values + (8 * layer.heads if tokens > EXPANDED else 0), beside
 
 
 def _latent_check(card: Card, s: LatentSpec) -> None:

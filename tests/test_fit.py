@@ -228,7 +228,9 @@ def made(config):
     size = config["vocab_size"] * config["hidden_size"]
     hints = {"model.embed_tokens.weight": zeros("", (1, size)), "conv1d.weight": zeros("", (1, 1))}  # mlx-lm's dialect
     hints["model.layers.0.self_attn.g_proj.weight"] = zeros("", (8, 512))  # Laguna's gate per head
-    hints |= {f"layer {i}": zeros("", (1,)) for i in range(config["num_hidden_layers"])}
+    for i in range(config["num_hidden_layers"]):
+        stacks = [f"model.layers.{i}.mlp.switch_mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+        hints |= dict.fromkeys(stacks, zeros("", (1,)))
     checkpoint = Checkpoint(Path("zeros"), "safetensors", config, hints)
     definition = architecture(checkpoint)[1]
     layout = definition.layout(definition.read_config(checkpoint), checkpoint)
