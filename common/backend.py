@@ -44,7 +44,7 @@ class LayerSize:
     heads: int
     expanded: int
     states: LayerSpec
-    gathered: int = 0
+    gathered: int
 
 
 def decoded_bytes(layer: LayerSize, tokens: int) -> int:

@@ -93,21 +93,26 @@ def sigmoid_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
 
 def sigmoid_moe_weights(tensor: Names, hidden: int, e: Experts, ranks: Ranks = ONE) -> Table:
     """List the weights of a mixture with a sigmoid router, whose scores have biases, and with shared experts."""
-    shared_channels, S = ranks.segment(e.shared_ffn), e.shared_ffn
-    shared = "mlp.shared_expert" if tensor.has("mlp.shared_expert.gate_proj.weight") else "mlp.shared_experts"
     bias = _first(tensor, "mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias")
     return {
         **routed_weights(tensor, hidden, e, ranks),
         "router_bias": Vector(tensor(bias, "exp_probs_b.bias", (e.count,))),
+        **shared_weights(tensor, hidden, e.shared_ffn, ranks),
+    }
+
+
+def shared_weights(tensor: Names, hidden: int, channels: int, ranks: Ranks = ONE) -> Table:
+    """List the weights of shared experts, which have `channels` in all on this rank."""
+    of_rank = ranks.segment(channels)
+    is_one = any(tensor.has(f"mlp.shared_expert.{part}_proj.weight") for part in ("gate", "up", "down"))
+    name = "mlp.shared_expert" if is_one else "mlp.shared_experts"
+    inner, outer = (channels, hidden), (hidden, channels)
+    return {
         "gate_up": Matrix(
-            tensor(f"{shared}.gate_proj.weight", "ffn_gate_shexp.weight", (S, hidden), shard=by_rows(shared_channels)),
-            tensor(f"{shared}.up_proj.weight", "ffn_up_shexp.weight", (S, hidden), shard=by_rows(shared_channels)),
+            tensor(f"{name}.gate_proj.weight", "ffn_gate_shexp.weight", inner, shard=by_rows(of_rank)),
+            tensor(f"{name}.up_proj.weight", "ffn_up_shexp.weight", inner, shard=by_rows(of_rank)),
         ),
-        "down": Matrix(
-            tensor(
-                f"{shared}.down_proj.weight", "ffn_down_shexp.weight", (hidden, S), shard=by_columns(shared_channels)
-            )
-        ),
+        "down": Matrix(tensor(f"{name}.down_proj.weight", "ffn_down_shexp.weight", outer, shard=by_columns(of_rank))),
     }
 
 

@@ -5,6 +5,7 @@ the stored rows directly; a prompt first expands them into keys and values. Both
 store rope pairs as adjacent channels; loading permutes the rows of the weight matrices, so that pairs are half-split.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -202,6 +203,14 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
 
 
 def layout(c: Config, checkpoint: Checkpoint) -> Layout:
+    return dense_first_layout(c, checkpoint, _attention_weights)
+
+
+def dense_first_layout(c: Any, checkpoint: Checkpoint, mixer: Callable[[Any, Names], Table]) -> Layout:
+    """Describe a model whose first layers have a dense network, and the others experts of a sigmoid router.
+
+    mixer  lists the other weights of a layer
+    """
     dialect = "gguf" if checkpoint.format == "gguf" else "hf"
     tensor = Names(dialect, "", checkpoint.tensors)
     embed = tensor("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
@@ -215,7 +224,7 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     for i in range(c.layers):
         tensor = Names(dialect, f"{prefix}{i}.", checkpoint.tensors)
         weights = partial(ffn_weights, ffn=c.ffn) if i < c.dense_layers else partial(sigmoid_moe_weights, e=c.experts)
-        layers.append({**_attention_weights(c, tensor), **weights(tensor, c.hidden, ranks=c.ranks)})
+        layers.append({**mixer(c, tensor), **weights(tensor, c.hidden, ranks=c.ranks)})
     return Layout(top, layers, partial(ignored, prefix, c.layers))
 
 
@@ -339,7 +348,7 @@ def mixed(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: 
     return ops.add(x, ops.all_reduce(y))
 
 
-def ffn(ops: Ops, c: Config, w: Any, layer: int, x: Array) -> Array:
+def ffn(ops: Ops, c: Any, w: Any, layer: int, x: Array) -> Array:
     """Compute x (T, hidden) plus the output of the layer's feed-forward network."""
     z = ops.rms_norm(x, w.ffn_norm, c.eps)
     y = swiglu_ffn(ops, w, z) if layer < c.dense_layers else sigmoid_moe(ops, c.experts, w, z)

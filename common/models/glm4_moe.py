@@ -14,26 +14,22 @@ from common.errors import BimetalError
 from common.models.blocks import (
     Experts,
     RowFn,
-    ffn_weights,
     gguf_rope,
     head_sizes,
-    head_weight,
     hf_rope,
-    sigmoid_moe,
     sigmoid_moe_weights,
-    swiglu_ffn,
     through,
 )
 from common.models.glm import MTP as MTP
 from common.models.glm import NORM_FIX as NORM_FIX
 from common.models.glm import check_mtp as check_mtp
-from common.models.glm import ignored
+from common.models.glm import dense_first_layout, ffn
 from common.models.llama import attention, attention_weights, queries_keys_values
 from common.ops import Array, Ops, Rope
 from common.shards import ONE, Ranks
 from common.step import State, Step
 from common.storage import KVSpec, LayerSpec
-from common.weights import Layout, Matrix, Names, Table, Vector
+from common.weights import Layout, Names, Table, Vector
 
 
 @dataclass(frozen=True)
@@ -159,21 +155,7 @@ def _leading(keys: Keys, key: str, dense: int, layers: int) -> int:
 
 
 def layout(c: Config, checkpoint: Checkpoint) -> Layout:
-    dialect = "gguf" if checkpoint.format == "gguf" else "hf"
-    tensor = Names(dialect, "", checkpoint.tensors)
-    embed = tensor("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
-    top: Table = {
-        "embed": Matrix(embed),
-        "norm": Vector(tensor("model.norm.weight", "output_norm.weight", (c.hidden,))),
-        "head": head_weight(c, embed, tensor("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
-    }
-    prefix = "blk." if dialect == "gguf" else "model.layers."
-    layers = []
-    for i in range(c.layers):
-        tensor = Names(dialect, f"{prefix}{i}.", checkpoint.tensors)
-        weights = partial(ffn_weights, ffn=c.ffn) if i < c.dense_layers else partial(sigmoid_moe_weights, e=c.experts)
-        layers.append({**_mixer_weights(c, tensor), **weights(tensor, c.hidden, ranks=c.ranks)})
-    return Layout(top, layers, partial(ignored, prefix, c.layers))
+    return dense_first_layout(c, checkpoint, _mixer_weights)
 
 
 def _mixer_weights(c: Config, tensor: Names) -> Table:
@@ -220,13 +202,6 @@ def halves(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int) ->
 def mixed(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: Array) -> Array:
     """Compute x (T, hidden) plus the output of the layer's attention."""
     y = attention(ops, c, w, state[layer].kv, step, ops.rms_norm(x, w.attn_norm, c.eps))
-    return ops.add(x, ops.all_reduce(y))
-
-
-def ffn(ops: Ops, c: Config, w: Any, layer: int, x: Array) -> Array:
-    """Compute x (T, hidden) plus the output of the layer's feed-forward network."""
-    z = ops.rms_norm(x, w.ffn_norm, c.eps)
-    y = swiglu_ffn(ops, w, z) if layer < c.dense_layers else sigmoid_moe(ops, c.experts, w, z)
     return ops.add(x, ops.all_reduce(y))
 
 

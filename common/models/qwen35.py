@@ -17,6 +17,8 @@ from common.models.blocks import (
     RowFn,
     ffn_weights,
     head_weight,
+    routed_weights,
+    shared_weights,
     swiglu_ffn,
     through,
 )
@@ -25,10 +27,10 @@ from common.models.qwen35_config import Config
 from common.models.qwen35_config import for_rank as for_rank
 from common.models.qwen35_config import read_config as read_config
 from common.ops import Array, DeltaInputs, DeltaWeights, ExpertWeights, GateWeights, Ops
-from common.shards import Segment, Shard, by_columns, by_expert_rows, by_rows
+from common.shards import Segment, by_columns, by_rows
 from common.step import State, Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LayerSpec
-from common.weights import ExpertMatrix, Fix, Layout, Matrix, Names, Stored, Table, Vector, column_groups, mapped, rows
+from common.weights import Fix, Layout, Matrix, Names, Stored, Table, Vector, column_groups, mapped, rows
 
 NORM_FIX = {"hf": mapped(lambda w: w + 1)}  # stored around 0 as trained, around 1 in converted files
 MTP = MtpNames(
@@ -187,43 +189,9 @@ def check_mtp(checkpoint: Checkpoint) -> None:
 
 def _moe_weights(c: Config, tensor: Names) -> Table:
     assert c.experts
-    E, F, S = c.experts.count, c.experts.ffn, c.experts.shared_ffn
-    channels, shared = c.ranks.segment(F), c.ranks.segment(S)
-
-    def experts(hf: str, gguf: str, shape: tuple[int, ...], shard: Shard | None) -> Stored:
-        """Name experts: a stacked tensor, in newer Hugging Face files one per expert; quantized stacks as mlx-lm's."""
-        if tensor.has(module := f"mlp.switch_mlp.{hf}.weight"):
-            return Stored((tensor.prefix + module,), shape, shard=shard)
-        if tensor.dialect == "hf" and not tensor.has(f"mlp.experts.{hf}"):
-            return Stored(tuple(f"{tensor.prefix}mlp.experts.{e}.{hf}.weight" for e in range(E)), shape, shard=shard)
-        return tensor(f"mlp.experts.{hf}", gguf, shape, shard=shard)
-
-    if tensor.has("mlp.experts.gate_up_proj") or tensor.has("ffn_gate_up_exps.weight"):
-        both = by_expert_rows(channels, channels)
-        gate_up = ExpertMatrix(experts("gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, c.hidden), both))
-    else:
-        gate_up = ExpertMatrix(
-            experts("gate_proj", "ffn_gate_exps.weight", (E, F, c.hidden), by_expert_rows(channels)),
-            experts("up_proj", "ffn_up_exps.weight", (E, F, c.hidden), by_expert_rows(channels)),
-        )
     return {
-        "router": Matrix(tensor("mlp.gate.weight", "ffn_gate_inp.weight", (E, c.hidden))),
-        "experts_gate_up": gate_up,
-        "experts_down": ExpertMatrix(
-            experts("down_proj", "ffn_down_exps.weight", (E, c.hidden, F), by_columns(channels))
-        ),
-        "gate_up": Matrix(
-            tensor("mlp.shared_expert.gate_proj.weight", "ffn_gate_shexp.weight", (S, c.hidden), shard=by_rows(shared)),
-            tensor("mlp.shared_expert.up_proj.weight", "ffn_up_shexp.weight", (S, c.hidden), shard=by_rows(shared)),
-        ),
-        "down": Matrix(
-            tensor(
-                "mlp.shared_expert.down_proj.weight",
-                "ffn_down_shexp.weight",
-                (c.hidden, S),
-                shard=by_columns(shared),
-            )
-        ),
+        **routed_weights(tensor, c.hidden, c.experts, c.ranks),
+        **shared_weights(tensor, c.hidden, c.experts.shared_ffn, c.ranks),
         "shared_gate": Matrix(tensor("mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp.weight", (1, c.hidden))),
     }
 

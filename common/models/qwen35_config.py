@@ -5,21 +5,9 @@ from dataclasses import dataclass, replace
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
-from common.models.blocks import (
-    check_sizes,
-    gguf_rope,
-    hf_rope,
-)
+from common.models.blocks import Experts, check_sizes, gguf_rope, hf_rope
 from common.ops import Rope
 from common.shards import ONE, Ranks
-
-
-@dataclass(frozen=True)
-class Experts:
-    count: int
-    top_k: int
-    ffn: int
-    shared_ffn: int
 
 
 @dataclass(frozen=True)
@@ -50,16 +38,13 @@ def read_config(checkpoint: Checkpoint) -> Config:
     c = _gguf_config(checkpoint) if checkpoint.format == "gguf" else _hf_config(checkpoint)
     if c.value_heads % c.key_heads:
         raise BimetalError(f"{checkpoint.path}: {c.key_heads} key heads do not divide {c.value_heads} value heads")
-    if c.experts and c.experts.top_k > c.experts.count:
-        raise BimetalError(f"{checkpoint.path}: a token takes {c.experts.top_k} experts of {c.experts.count}")
     return c
 
 
 def for_rank(c: Config, ranks: Ranks) -> Config:
     """Return the configuration of one rank: its heads (for Gated DeltaNet, key heads and theirs) and its channels."""
-    kv_ranks, e = ranks.holding(c.kv_heads, "KV heads"), c.experts
+    kv_ranks = ranks.holding(c.kv_heads, "KV heads")
     key_heads = ranks.divide(c.key_heads, "key heads of Gated DeltaNet")
-    ffn, shared_ffn = "channels of an expert", "channels of the shared expert"
     return replace(
         c,
         heads=ranks.divide(c.heads, "heads"),
@@ -67,7 +52,7 @@ def for_rank(c: Config, ranks: Ranks) -> Config:
         key_heads=key_heads,
         value_heads=c.value_heads // ranks.size,
         ffn=ranks.divide(c.ffn, "channels of the feed-forward network"),
-        experts=e and replace(e, ffn=ranks.divide(e.ffn, ffn), shared_ffn=ranks.divide(e.shared_ffn, shared_ffn)),
+        experts=c.experts and c.experts.for_rank(ranks),
         ranks=ranks,
         kv_ranks=kv_ranks,
     )

@@ -156,7 +156,7 @@ WRONG = [  # model, format, key, value, what the sentence says
     ("qwen35", "gguf", "qwen35.ssm.inner_size", 10**9, "says that a tensor has 1000000000 rows"),
     ("llama", "safetensors", "num_key_value_heads", 3, "3 key/value heads do not divide 4 heads"),
     ("qwen35", "safetensors", "linear_num_key_heads", 4, "4 key heads do not divide 6 value heads"),
-    ("qwen35moe", "safetensors", "num_experts_per_tok", 9, "a token takes 9 experts of 8"),
+    ("qwen35moe", "safetensors", "num_experts_per_tok", 9, "the configuration chooses 9 of 8 experts"),
     ("qwen3moe", "safetensors", "num_local_experts", 10**9, "states 1000000000 experts per layer; the files have "),
     ("qwen3moe", "safetensors", "num_local_experts", 0, "num_local_experts is 0, expected a number from 1"),
     ("qwen3moe", "safetensors", "num_experts_per_tok", 9, "the configuration chooses 9 of 8 experts"),

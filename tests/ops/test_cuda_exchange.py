@@ -129,7 +129,7 @@ def test_captured(gpus):
     exchange.check()
 
 
-@pytest.mark.parametrize("T", [1, 3, 8])
+@pytest.mark.parametrize("T", [1, 3, 16 if COUNT == 2 else 8])  # more GPUs add up fewer rows in such a launch
 def test_a_sum_that_a_norm_takes(gpus, T):
     """In a graph one launch adds up what ranks hold and what a norm adds, with the bits of one launch for each."""
     exchange, K, depth = Exchange(gpus), 384, 4
