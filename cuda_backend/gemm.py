@@ -106,28 +106,30 @@ def expand_heads(
     matrices  address of `head_matrices` of it
     """
     (s,) = w.segments
-    size = s.rows * s.columns
     channels, inner = (s.rows, s.columns) if transposed else (s.columns, s.rows)
-    for h in range(s.experts):
-        with stream.cuda:
-            cublas.gemmEx(
-                cupy.cuda.device.get_cublas_handle(),
-                CUBLAS_OP_T if transposed else CUBLAS_OP_N,
-                CUBLAS_OP_N,
-                channels,
-                n,
-                inner,
-                ONE.ctypes.data,
-                matrices + h * size * 2,
-                CUDA_R_16F,
-                s.columns,
-                latents.address,
-                CUDA_R_16F,
-                latents.width,
-                ZERO.ctypes.data,
-                out.address + h * out.head_bytes,
-                CUDA_R_16F,
-                out.width,
-                CUBLAS_COMPUTE_32F,
-                CUBLAS_GEMM_DEFAULT,
-            )
+    with stream.cuda:  # one call: a call per head would take the host longer than the device computes
+        cublas.gemmStridedBatchedEx(
+            cupy.cuda.device.get_cublas_handle(),
+            CUBLAS_OP_T if transposed else CUBLAS_OP_N,
+            CUBLAS_OP_N,
+            channels,
+            n,
+            inner,
+            ONE.ctypes.data,
+            matrices,
+            CUDA_R_16F,
+            s.columns,
+            s.rows * s.columns,
+            latents.address,
+            CUDA_R_16F,
+            latents.width,
+            0,
+            ZERO.ctypes.data,
+            out.address,
+            CUDA_R_16F,
+            out.width,
+            out.head_bytes // 2,
+            s.experts,
+            CUBLAS_COMPUTE_32F,
+            CUBLAS_GEMM_DEFAULT,
+        )

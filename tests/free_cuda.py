@@ -160,7 +160,7 @@ def install() -> None:
         compiler=SimpleNamespace(CompileException=type("CompileException", (Exception,), {})),
         nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
         device=SimpleNamespace(get_cublas_handle=lambda: 0),
-        cublas=SimpleNamespace(gemmEx=counted("gemm")),
+        cublas=SimpleNamespace(gemmEx=counted("gemm"), gemmStridedBatchedEx=counted("gemm")),
         driver=SimpleNamespace(launchKernel=counted("launch")),
     )
     cupy.cuda.Device = Handle

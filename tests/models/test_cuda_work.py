@@ -50,7 +50,8 @@ def ops(monkeypatch, request):
         for name, value in (("Memory", Bytes), ("kernel", lambda *_, **__: nothing)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(gemm.cublas, "gemmEx", nothing)
+    for name in ("gemmEx", "gemmStridedBatchedEx"):
+        monkeypatch.setattr(gemm.cublas, name, nothing)
     for name in ("memcpyAsync", "memsetAsync"):
         monkeypatch.setattr(cupy.cuda.runtime, name, nothing)
     monkeypatch.setattr(RandomOps, "_random_rows", lambda *_: 1 << 30)

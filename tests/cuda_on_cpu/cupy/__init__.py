@@ -579,8 +579,15 @@ class Event:
 
 
 def gemm(*args: Any) -> None:
+    launch_product(partial(multiply, *args))
+
+
+def batched_gemm(*args: Any) -> None:
+    launch_product(partial(multiply_each, *args))
+
+
+def launch_product(work: Any) -> None:
     recording = entered[-1].recording if entered else None
-    work = partial(multiply, *args)
     if recording is None:
         submit(current(), work)
     else:
@@ -605,6 +612,14 @@ def multiply(*args: Any) -> None:
     for i, row in enumerate(values(b, n, k, ldb) @ matrix):
         held = row.astype(kind)
         ctypes.memmove(c + i * ldc * size, held.ctypes.data, held.nbytes)
+
+
+def multiply_each(*args: Any) -> None:
+    """cublasGemmStridedBatchedEx of 16-bit matrices, as cuda_backend/gemm.py calls it."""
+    *head, a, a_type, lda, a_stride, b, b_type, ldb, b_stride, zero, c, c_type, ldc, c_stride, count, kind, how = args
+    for i in range(count):
+        at = [address + 2 * i * stride for address, stride in ((a, a_stride), (b, b_stride), (c, c_stride))]
+        multiply(*head, at[0], a_type, lda, at[1], b_type, ldb, zero, at[2], c_type, ldc, kind, how)
 
 
 PROPERTIES = {
@@ -856,7 +871,7 @@ cuda.__dict__.update(
         destroyProgram=lambda program: None,
     ),
     device=SimpleNamespace(get_cublas_handle=lambda: 0),
-    cublas=SimpleNamespace(gemmEx=gemm),
+    cublas=SimpleNamespace(gemmEx=gemm, gemmStridedBatchedEx=batched_gemm),
     driver=SimpleNamespace(launchKernel=launch_kernel),
     get_elapsed_time=lambda begun, done: 1e3 * (done.seconds - begun.seconds),
 )
