@@ -1,12 +1,13 @@
 """A checkpoint on disk, whatever its format: its configuration and its tensors, memory-mapped."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common import tensors as tensors_module
+from common.adapters import Adapter
 from common.errors import BimetalError
 from common.gguf import read_gguf
 from common.safetensors import fold_quantized, read_json, read_safetensors
@@ -27,12 +28,14 @@ class Checkpoint:
     format   "gguf" or "safetensors"
     config   GGUF metadata (of the first part of a split), or the parsed config.json
     tensors  by their names in the file; MLX's quantized triples are folded into one tensor each
+    adapters  that change the weights: generate.loading.with_adapters
     """
 
     path: Path
     format: str
     config: dict[str, Any]
     tensors: dict[str, Tensor]
+    adapters: Sequence[Adapter] = ()
 
     def release(self, tensor: Tensor) -> None:
         """Drop the tensor's pages from memory once a copy of it exists, so that loading does not count it twice."""

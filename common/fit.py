@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from common.adapted import changes_of, factors_of
 from common.backend import VECTOR_ITEM, LayerSize
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError
@@ -80,6 +81,10 @@ def predict_layers(checkpoint: Checkpoint, layout: Layout, ops: Ops, out: int | 
             sizes[layer] += held(*parts)
         elif entry is not None:
             sizes[layer] += VECTOR_ITEM * math.prod(entry.stored.shape)
+    changes = changes_of(layout, checkpoint.adapters)
+    for layer, table in enumerate(layout.layers):
+        changed = [changes[entry] for entry in table.values() if entry in changes]
+        sizes[layer] += sum(ops.held_bytes(factor) for each in changed for factor in factors_of(each, ops.adapter_type))
     return sizes
 
 

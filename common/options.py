@@ -338,6 +338,12 @@ class LoadOptions(CacheChoice, ExpertChoice, PrefixChoice):
         "what drafts for speculative decoding: mtp, the multi-token-prediction block in the model's own files; a "
         "DFlash, DSpark or EAGLE-3 draft, named as models are; or demo. The text stays the same",
     )
+    adapter: str | Sequence[str] = option(
+        (),
+        rules.texts("the name of an adapter, or a list of names"),
+        "LoRA adapters, added to the weights while the model runs: folders of PEFT or mlx-lm, GGUF files, or names on "
+        "the Hub; NAME=X multiplies an adapter by X",
+    )
     attention_window: int | None = option(
         None, rules.whole(1), "positions that decoding attends to; changes the text. None: all"
     )

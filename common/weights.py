@@ -7,7 +7,7 @@ loader reports the names of missing, unused and misshapen tensors, and passes ea
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import reduce
 from types import MappingProxyType, SimpleNamespace
@@ -34,6 +34,7 @@ class Stored:
 
     part_of  shape of the stored tensor, if it holds another weight too; `fix` takes this weight from it
     shard    the part of the stored tensor that this rank takes before `fix`, and whose shapes the others are; None: all
+    aliases  name within the layer and fix, by the dialect in which an adapter names weights, "hf" or "gguf"
     """
 
     names: tuple[str, ...]
@@ -41,6 +42,7 @@ class Stored:
     fix: Fix | None = None
     part_of: tuple[int, ...] | None = None
     shard: Shard | None = None
+    aliases: Mapping[str, tuple[str, Fix | None]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -70,8 +72,9 @@ class Names:
         shard: Shard | None = None,
     ) -> Stored:
         """Return the tensor called `hf` (by mlx-lm too) or `gguf`, with the fix for this dialect if there is one."""
-        name = gguf if self.dialect == "gguf" else hf
-        return Stored((self.prefix + name,), shape, (fix or {}).get(self.dialect), shard=shard)
+        fixes, name = fix or {}, gguf if self.dialect == "gguf" else hf
+        aliases = {"hf": (hf, fixes.get("hf")), "gguf": (gguf, fixes.get("gguf"))}
+        return Stored((self.prefix + name,), shape, fixes.get(self.dialect), shard=shard, aliases=aliases)
 
     def has(self, name: str) -> bool:
         return self.prefix + name in self.tensors
@@ -141,18 +144,21 @@ def load_weights(
     first: int = 0,
     out: int | None = None,
     streamed: Mapping[Matrix, Any] = MappingProxyType({}),
+    adapt: Callable[[Matrix, Any], Any] = lambda _, handle: handle,
 ) -> SimpleNamespace:
     """Return the weights as namespaces of backend handles: `.embed`, `.norm`, ..., `.layers[i].q_proj`, ...
 
     first     number of the first layer in the state
     out       the layer on whose device the last norm is, if not `layout.out`
     streamed  handles of matrices that stay in the checkpoint's files
+    adapt     function that returns what replaces the handle of a matrix: adapted.adapter_of
     """
     account(checkpoint, layout)
 
     def make(entry: "Matrix | Vector") -> Any:
         held = streamed.get(entry) if isinstance(entry, Matrix) else None
-        return _handle(checkpoint, entry, ops) if held is None else held
+        handle = _handle(checkpoint, entry, ops) if held is None else held
+        return adapt(entry, handle) if isinstance(entry, Matrix) else handle
 
     return make_weights(layout, ops, make, "loading", progress, first, out)
 
@@ -309,9 +315,20 @@ def mapped(fn: Callable[[np.ndarray], np.ndarray]) -> Fix:
     return lambda tensor: dense(tensor.name, fn(dequantize(tensor)))
 
 
+@dataclass(frozen=True, eq=False)
+class Reordering:
+    """Fix that moves or chooses whole rows (axis 0) or columns (axis 1)."""
+
+    axis: int
+    fix: Fix
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return self.fix(tensor)
+
+
 def rows(index: np.ndarray) -> Fix:
     """Reorder or choose rows; any type."""
-    return lambda tensor: tensor.take_rows(index)
+    return Reordering(0, lambda tensor: tensor.take_rows(index))
 
 
 def columns(start: int, count: int) -> Fix:
@@ -348,4 +365,4 @@ def column_groups(index: np.ndarray, width: int) -> Fix:
             biases=tensor.biases and take(tensor.biases, per_group),
         )
 
-    return fix
+    return Reordering(1, fix)

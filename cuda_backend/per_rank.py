@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from common.adapted import Adapted
 from cuda_backend.launch import Graph
 from cuda_backend.relay import Gpu
 from cuda_backend.transports import Transport
@@ -50,6 +51,8 @@ def per_rank(gpus: Sequence[Gpu], trees: Sequence[Any]) -> Any:
         return SimpleNamespace(**{n: per_rank(gpus, [getattr(tree, n) for tree in trees]) for n in vars(first)})
     if isinstance(first, list):
         return [per_rank(gpus, parts) for parts in zip(*trees, strict=True)]
+    if isinstance(first, Adapted):
+        return Adapted(*(per_rank(gpus, handles) for handles in zip(*trees, strict=True)))
     return None if first is None else PerRank(gpus, trees)
 
 

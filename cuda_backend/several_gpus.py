@@ -28,7 +28,7 @@ class SeveralGpus(Ops):
     replays = CudaOps.replays
     draws = CudaOps.draws
     cache_pairs = CudaOps.cache_pairs
-    checks_scales = CudaOps.checks_scales
+    checks_scales, adapter_type = CudaOps.checks_scales, CudaOps.adapter_type
     reserves = CudaOps.reserves
     joins = CudaOps.joins
     divides = False  # hidden states would have to be copied from the GPU of one part to the GPU of the next

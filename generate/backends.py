@@ -293,6 +293,8 @@ def open_model(
     ops = open_backend(backend, checkpoint, placement, hot=hot)
     if ops.name != "cuda" and rank() is None:
         _check_memory(checkpoint, placement, ops)
+    if checkpoint.adapters and not is_defined(checkpoint):
+        raise BimetalError(f"{checkpoint.path}: adapters are supported for models that are not run by mlx-lm")
     if is_defined(checkpoint) or checkpoint.format != "safetensors" or experts is not None:
         return load_model(checkpoint, ops, progress, experts(ops) if callable(experts) else None)
     if ops.name == "mlx" and find_spec("mlx_lm"):

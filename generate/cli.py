@@ -279,6 +279,7 @@ def _text(p: Parser) -> None:
         help="hold keys and values of N tokens, the first 4 and the latest: bounds memory, and LOSSY (default: all)",
     )
     flags.cache(p)
+    flags.adapters(p)
     flags.experts(p)
     flags.prefixes(p)
     flags.sampling(p)

@@ -30,7 +30,7 @@ from common.options import CacheChoice
 from common.storage import LayerSpec
 from generate.backends import open_backend
 from generate.caches import automatic, cache_of, cached_spec
-from generate.loading import resolve_draft
+from generate.loading import resolve_draft, with_adapters
 from generate.spark import hot_budget
 
 CONTEXTS = (4096, 32768)  # and what the model was trained for
@@ -171,7 +171,7 @@ def _candidates(
     candidates, refusals = [], {}
     for label, path in paths.items():
         try:
-            checkpoint = open_checkpoint(path)
+            checkpoint = with_adapters(open_checkpoint(path), args.adapter, True)
             refuse_block(checkpoint)
             candidates.append(_candidate(label, checkpoint, open_backend(args.backend, checkpoint), cache, args))
         except UsageError:

@@ -48,7 +48,8 @@ FOREIGN_FLAGS = {  # what flags of llama.cpp, mlx-lm and vLLM are here
     **dict.fromkeys(
         ("--mirostat", "--typical", "--xtc-probability", "--dry-multiplier"), "it is not supported: try --min-p"
     ),
-    **dict.fromkeys(("--lora", "--adapter-path"), "adapters are not supported: merge it into the model"),
+    **dict.fromkeys(("--lora-scaled", "--lora-modules"), "it is --adapter NAME, or --adapter NAME=X for a scale"),
+    "--enable-lora": "leave it out: --adapter NAME is enough",
     "--mmproj": "images are not supported",
     "--hf-file": "it is -hf owner/repo/FILE",
     "--trust-remote-code": "leave it out: no code of a repository is run",
@@ -70,7 +71,7 @@ EXPERTS = tuple(ExpertChoice.__dataclass_fields__)
 PREFIX = tuple(PrefixChoice.__dataclass_fields__)
 PLACES = ("devices", "split", "draft_device", "tensor_parallel")
 BOUNDS = ("attention_window", "max_kv_size")
-LOAD = ("backend", "ctx", "parallel", "draft", "reranker", *BOUNDS, *PLACES, *CACHE, *EXPERTS, *PREFIX)
+LOAD = ("backend", "ctx", "parallel", "draft", "adapter", "reranker", *BOUNDS, *PLACES, *CACHE, *EXPERTS, *PREFIX)
 OPTIONS = (*SAMPLING, "seed", "max_tokens", "stop", *SPECULATION, *WINDOW)  # of LLM.stream
 
 
@@ -292,6 +293,21 @@ def compression(p: Parser) -> None:
     )
     g.add_argument(
         "--prefill-upstream-key-file", metavar="FILE", help="file with that server's key (or BIMETAL_UPSTREAM_KEY)"
+    )
+
+
+def adapters(p: Any) -> None:
+    p.add_argument(
+        "--adapter",
+        "--lora",
+        "--adapter-path",
+        dest="adapter",
+        type=values.words,
+        action="append",
+        default=[],
+        metavar="ADAPTER",
+        help="LoRA adapter to add to the model: a folder of PEFT or mlx-lm, a GGUF file, or owner/repo; ADAPTER=X "
+        "multiplies it by X; repeatable",
     )
 
 

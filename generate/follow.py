@@ -13,7 +13,7 @@ from common.models import Model
 from common.rules import PATH
 from common.step import State, Step
 from generate.backends import Placement
-from generate.loading import load_all, resolve_draft
+from generate.loading import load_all, resolve_draft, with_adapters
 
 
 def follow(args: argparse.Namespace) -> int:
@@ -21,7 +21,7 @@ def follow(args: argparse.Namespace) -> int:
     options = args.load
     limit: Any = options.memory  # the option's rule has made it bytes
     path = resolve_model(PATH.accept("model", args.model), progress=False)
-    checkpoint = open_checkpoint(path)
+    checkpoint = with_adapters(open_checkpoint(path), options.adapter, False)
     draft = None if options.draft is None else resolve_draft(str(options.draft), checkpoint, False)
     placement = Placement(memory=limit, tokens=options.ctx, tensor_parallel=options.tensor_parallel)
     model: Any = load_all(checkpoint, draft, options, placement, False)

@@ -59,7 +59,7 @@ from generate.activity import Activity, activity_of, matched_tokens
 from generate.backends import Placement, check_draft, choose, leave_thread
 from generate.expert_streaming import save_profile
 from generate.list_methods import Message, Prompt, chats, generates
-from generate.loading import load_all, make_room, resolve_draft
+from generate.loading import load_all, make_room, resolve_draft, with_adapters
 from generate.machines import check_load, is_follower
 from generate.notebook import in_notebook, model_card
 from generate.owner_thread import OwnerThread
@@ -148,7 +148,7 @@ class LLM:
         placement = Placement(*where, limit, options.ctx, options.tensor_parallel)
         self._progress = in_notebook() if options.progress is None else options.progress
         self.path = resolve_model(rules.PATH.accept("model", model), progress=self._progress)
-        checkpoint = open_checkpoint(self.path)
+        checkpoint = with_adapters(open_checkpoint(self.path), options.adapter, self._progress)
         self.tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
         self.recommended = recommended_sampling(checkpoint)
         if check is not None:

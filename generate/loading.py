@@ -1,13 +1,17 @@
 """Load a model and its draft, and divide the remaining memory among context and replies."""
 
+import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from common.adapters import open_adapter
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.demo import block_beside, demo_path
+from common.errors import UsageError, shown
 from common.fit import LEAST_CONTEXT, context_that_fits, rows_that_fit, shared_that_fits, what_fits
-from common.hub import resolve_model
+from common.hub import resolve_adapter, resolve_model
 from common.models import Model
 from common.models.drafts import check_file, load_pair
 from common.models.window import bounded
@@ -37,6 +41,27 @@ def resolve_draft(name: str, target: Checkpoint, progress: bool) -> Path:
         path = demo_path("draft") if name == "demo" else resolve_model(name, progress=progress)
     check_file(path, target)
     return path
+
+
+def with_adapters(checkpoint: Checkpoint, names: str | Sequence[str], progress: bool) -> Checkpoint:
+    """Return the checkpoint with adapters, named as LoadOptions.adapter; raises BimetalError."""
+    listed = [names] if isinstance(names, str) else names
+    found = [_named_and_scaled(text) for text in listed]
+    return replace(checkpoint, adapters=[open_adapter(resolve_adapter(name, progress), x) for name, x in found])
+
+
+def _named_and_scaled(text: str) -> tuple[str, float]:
+    """Return (name, scale) of "NAME=X" or "NAME"; raises UsageError."""
+    name, equals, number = text.rpartition("=")
+    if not equals:
+        return text, 1.0
+    try:
+        scale = float(number)
+    except ValueError:
+        return text, 1.0  # a name that contains the sign
+    if not name or not math.isfinite(scale):
+        raise UsageError(f"adapter is {shown(text)}; it must be NAME, or NAME=X with a finite number X")
+    return name, scale
 
 
 def load_all(

@@ -79,6 +79,7 @@ def perplexity(p: Parser) -> None:
         metavar="FILE",
         help="save the log-probabilities: two bytes per scored token and vocabulary entry",
     )
+    flags.adapters(p)
     flags.backend(p)
     flags.cache(p)
     p.add_argument("--json", action="store_true", help="print one JSON object")
@@ -101,6 +102,7 @@ def fit(p: Parser) -> None:
         metavar="N",
         help="replies at the same time; on one GPU they share the cache of one context (default: 1)",
     )
+    flags.adapters(p)
     p.add_argument("--draft", metavar="DRAFT", help="add a draft's memory: a path, a name on the Hub, mtp or demo")
     p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
     flags.cache(p)

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from common.storage import all_specs, grows
 from common.tokenizer import Tokenizer, load_tokenizer
 from generate.backends import open_model, placement_of
 from generate.caches import cache_of, with_cache
+from generate.loading import with_adapters
 
 WINDOW = 512
 
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     path = resolve_model(args.model)
     if args.save_reference:
         check_output(Path(args.save_reference), [Path(args.text), *files_of(path)])
-    model, tokenizer = _load(path, args)
+    model, tokenizer = _load(path, args, args.adapter)
     size = window_size(args, model)
     model = with_cache(model, cache, size)
     ids = _tokens(tokenizer, text)
@@ -82,8 +83,8 @@ def read_text(path: Path) -> str:
         raise BimetalError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
-def _load(path: Path, args: argparse.Namespace) -> tuple[Model, Tokenizer]:
-    checkpoint = open_checkpoint(path)
+def _load(path: Path, args: argparse.Namespace, adapters: Sequence[str] = ()) -> tuple[Model, Tokenizer]:
+    checkpoint = with_adapters(open_checkpoint(path), adapters, True)
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
     model = open_model(checkpoint, args.backend, progress=True, placement=placement_of(args))
     check_head(model.config)

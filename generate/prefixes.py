@@ -18,6 +18,7 @@ from common.options import PrefixChoice
 from common.prefix_cache import PrefixCache
 from common.prefix_disk import PrefixDisk
 from common.tensors import Tensor
+from common.weights import dense
 
 SHARE, MOST = 10, 8 << 30  # default budget: 1 / SHARE of free memory, at most MOST bytes
 DISK = 20 * 10**9  # default bytes on disk
@@ -96,9 +97,14 @@ def digest(checkpoint: Checkpoint) -> str:
 
 
 def identity(checkpoint: Checkpoint) -> Iterator[bytes]:
-    """Describe the tensors of a checkpoint: names, types, shapes and some bytes of each."""
+    """Describe the tensors of a checkpoint and of its adapters: names, types, shapes and some bytes of each."""
     for name in sorted(checkpoint.tensors):
         yield from _identity(checkpoint.tensors[name])
+    for adapter in checkpoint.adapters:
+        for place, change in adapter.changes.items():
+            yield repr((adapter.dialect, place)).encode()
+            for factor in change:
+                yield from _identity(dense("factor", factor))
 
 
 def _identity(tensor: Tensor) -> Iterator[bytes]:

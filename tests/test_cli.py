@@ -202,7 +202,7 @@ def test_seed_and_stop(run):
         (["--mlock"], "unrecognized arguments: --mlock; leave it out: files are always mapped into memory; see"),
         (["-i"], "unrecognized arguments: -i; it is --chat; see"),
         (["--mirostat", "2"], "unrecognized arguments: --mirostat; it is not supported: try --min-p; see"),
-        (["--adapter-path", "x"], "--adapter-path; adapters are not supported: merge it into the model; see"),
+        (["--lora-scaled", "x"], "--lora-scaled; it is --adapter NAME, or --adapter NAME=X for a scale; see"),
         (["-no-cnv"], "unrecognized arguments: -no-cnv; it is --raw; see"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--chat"], "--chat and --prompt exclude each other"),

@@ -77,6 +77,7 @@ WRONG_LOADING = {
     "ctx": (0, True, 1.5, "4096"),
     "progress": ("yes",),
     "draft": (5, b"demo", ""),
+    "adapter": (5, "", ["a", 1]),
     "attention_window": (0, 2.5),
     "max_kv_size": (0, "8"),
     "devices": (0, "01", (0, True), (-1,)),

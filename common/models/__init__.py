@@ -6,6 +6,7 @@ from functools import cached_property, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
+from common.adapted import adapter_of, handles_of
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.decoders import PRESETS, WedlmOptions
 from common.errors import BimetalError
@@ -134,7 +135,7 @@ class Model:
             for name, entry in table.items():
                 if isinstance(entry, Matrix) and not (name == "embed" and self.layout.top["head"] is not None):
                     share = self.config.experts.top_k / self.config.experts.count if name.startswith("experts_") else 1
-                    total += share * self.ops.weight_bytes(getattr(handles, name))
+                    total += share * sum(map(self.ops.weight_bytes, handles_of(getattr(handles, name))))
         return int(total)
 
     @property
@@ -258,7 +259,8 @@ def _load_model(checkpoint: Checkpoint, ops: Ops, progress: bool, open_experts: 
     layout = definition.layout(config, checkpoint)
     stream = None if open_experts is None else open_experts(checkpoint, layout, config)
     streamed = {} if stream is None else stream.handles(layout)
-    weights = load_weights(checkpoint, layout, ops, progress, streamed=streamed)
+    adapt = adapter_of(layout, checkpoint.adapters, ops)
+    weights = load_weights(checkpoint, layout, ops, progress, streamed=streamed, adapt=adapt)
     window = PRESETS["balanced"] if getattr(config, "mask_id", None) is None else window_beside(checkpoint.path)
     supply = stream or ops.expert_supply
     return Model(name, definition, config, layout, weights, ops, expert_stream=supply, window=window)

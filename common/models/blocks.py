@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from common.adapted import linear
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
@@ -65,9 +66,9 @@ class MtpNames:
 
 def swiglu_ffn(ops: Ops, w: Any, x: Array) -> Array:
     """Compute down(silu(gate x) * up x) of x (T, hidden) with this rank's channels; w.gate_up stacks both by rows."""
-    y = ops.linear(x, w.gate_up)
+    y = linear(ops, x, w.gate_up)
     F = y.shape[-1] // 2
-    return ops.linear(ops.swiglu(y[:, :F], y[:, F:]), w.down)
+    return linear(ops, ops.swiglu(y[:, :F], y[:, F:]), w.down)
 
 
 def ffn_weights(tensor: Names, hidden: int, ffn: int, ranks: Ranks = ONE) -> Table:
@@ -214,7 +215,7 @@ def head(ops: Ops, c: Any, w: Any, x: Array) -> Array:
 
 def head_product(ops: Ops, c: Any, w: Any, x: Array) -> Array:
     """Return the logits (n, vocab) of normed x (n, hidden), whole on every rank; without a head the embedding is it."""
-    return ops.all_gather(ops.linear(x, w.embed if w.head is None else w.head), c.vocab)
+    return ops.all_gather(linear(ops, x, w.embed if w.head is None else w.head), c.vocab)
 
 
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "factor"}

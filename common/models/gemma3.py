@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from common.adapted import linear
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
@@ -251,16 +252,16 @@ def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, layer: int, x: A
     """Compute grouped-query attention for this rank's heads of x: (T, hidden)."""
     T, H, K, D = x.shape[0], c.heads, c.kv_heads, c.head_dim
     rope, window = (c.sliding_rope, c.window) if c.is_sliding[layer] else (c.rope, None)
-    qkv = ops.linear(x, w.qkv)
+    qkv = linear(ops, x, w.qkv)
     q = ops.norm_rope(qkv[:, : H * D].reshape(T, H, D), w.q_norm, step.positions, rope, c.eps)
     k = ops.norm_rope(qkv[:, H * D : (H + K) * D].reshape(T, K, D), w.k_norm, step.positions, rope, c.eps)
     v = qkv[:, (H + K) * D :].reshape(T, K, D)
     o = ops.attention(q, k, v, kv, step, scale=c.query_scalar**-0.5, window=window)
-    return ops.linear(o.reshape(T, H * D), w.o)
+    return linear(ops, o.reshape(T, H * D), w.o)
 
 
 def geglu_ffn(ops: Ops, w: Any, x: Array) -> Array:
     """Compute down(gelu(gate x) * up x) of x (T, hidden) with this rank's channels; w.gate_up stacks both by rows."""
-    y = ops.linear(x, w.gate_up)
+    y = linear(ops, x, w.gate_up)
     F = y.shape[-1] // 2
-    return ops.linear(ops.geglu(y[:, :F], y[:, F:]), w.down)
+    return linear(ops, ops.geglu(y[:, :F], y[:, F:]), w.down)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from common.adapted import linear
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
@@ -363,8 +364,8 @@ def write_past(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int
 def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, expand: bool, x: Array) -> Array:
     """Compute multi-head latent attention in either form, for this rank's heads of x (T, hidden): (T, hidden)."""
     T, H, R, N, P, V = x.shape[0], c.heads, c.latent, c.nope_dim, c.rope_dim, c.value_dim
-    down = ops.linear(x, w.down_qkv)
-    q = ops.linear(ops.rms_norm(down[:, : c.q_latent], w.q_norm, c.eps), w.q_up).reshape(T, H, N + P)
+    down = linear(ops, x, w.down_qkv)
+    q = linear(ops, ops.rms_norm(down[:, : c.q_latent], w.q_norm, c.eps), w.q_up).reshape(T, H, N + P)
     q_nope, q_rope = q[:, :, :N], ops.rope(q[:, :, N:], step.positions, c.rope)
     latent = ops.rms_norm(down[:, c.q_latent : c.q_latent + R], w.kv_norm, c.eps)
     k_rope = ops.rope(down[:, c.q_latent + R :].reshape(T, 1, P), step.positions, c.rope).reshape(T, P)
@@ -374,4 +375,4 @@ def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, expand: bool,
     else:
         o = ops.latent_attention(ops.head_linear(q_nope, w.k_up), q_rope, latent, k_rope, state, step, scale)
         o = ops.head_linear(o, w.v_up)
-    return ops.linear(o.reshape(T, H * V), w.o)
+    return linear(ops, o.reshape(T, H * V), w.o)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from common.adapted import linear
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
@@ -311,10 +312,10 @@ def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, layer: int, x: A
     """Compute grouped-query attention with a softplus gate on its output, for this rank's heads of x: (T, hidden)."""
     T, H, K, D = x.shape[0], c.heads[layer], c.kv_heads, c.head_dim
     rope, window = (c.sliding_rope, c.window) if c.is_sliding[layer] else (c.rope, None)
-    qkgv = ops.linear(x, w.qkgv)
+    qkgv = linear(ops, x, w.qkgv)
     q = ops.norm_rope(qkgv[:, : H * D].reshape(T, H, D), w.q_norm, step.positions, rope, c.eps)
     k = ops.norm_rope(qkgv[:, H * D : (H + K) * D].reshape(T, K, D), w.k_norm, step.positions, rope, c.eps)
     gate = qkgv[:, (H + K) * D : -K * D].reshape(T, H, D if c.gate_per_channel else 1)
     v = qkgv[:, -K * D :].reshape(T, K, D)
     o = ops.attention(q, k, v, kv, step, scale=D**-0.5, window=window)
-    return ops.linear(ops.mul_softplus(o, gate).reshape(T, H * D), w.o)
+    return linear(ops, ops.mul_softplus(o, gate).reshape(T, H * D), w.o)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from common.adapted import linear
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
@@ -307,13 +308,13 @@ def attention(ops: Ops, c: Any, w: Any, kv: Any, step: Step, x: Array) -> Array:
     """Compute grouped-query attention for this rank's heads of x (T, hidden): (T, hidden)."""
     q, k, v = queries_keys_values(ops, c, w, step, x)
     o = ops.attention(q, k, v, kv, step, scale=c.head_dim**-0.5, window=c.window)
-    return ops.linear(o.reshape(x.shape[0], -1), w.o)
+    return linear(ops, o.reshape(x.shape[0], -1), w.o)
 
 
 def queries_keys_values(ops: Ops, c: Any, w: Any, step: Step, x: Array) -> tuple[Array, Array, Array]:
     """Compute roped queries (T, H, D) and keys (T, K, D), and values (T, K, D), of x (T, hidden)."""
     T, H, K, D = x.shape[0], c.heads, c.kv_heads, c.head_dim
-    qkv = ops.linear(x, w.qkv)
+    qkv = linear(ops, x, w.qkv)
     q, k, v = qkv[:, : H * D], qkv[:, H * D : (H + K) * D], qkv[:, (H + K) * D :]
     if c.has_biases:
         q, k, v = ops.add(q, w.q_bias), ops.add(k, w.k_bias), ops.add(v, w.v_bias)

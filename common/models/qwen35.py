@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from common.adapted import linear
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError
 from common.models.blocks import (
@@ -257,17 +258,17 @@ def ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
 def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> Array:
     """Compute grouped-query attention with a sigmoid gate on its output, for this rank's heads of x: (T, hidden)."""
     T, H, D = x.shape[0], c.heads, c.head_dim
-    qkv = ops.linear(x, w.qkv)
+    qkv = linear(ops, x, w.qkv)
     q_gate = qkv[:, : 2 * H * D].reshape(T, H, 2 * D)
     q, gate = q_gate[..., :D], q_gate[..., D:]
     q = ops.norm_rope(q, w.q_norm, step.positions, c.rope, c.eps)
     o = ops.attention(q, *_keys_values(ops, c, w, step, qkv), state.kv, step, scale=D**-0.5)
-    return ops.linear(ops.mul_sigmoid(o, gate).reshape(T, H * D), w.o)
+    return linear(ops, ops.mul_sigmoid(o, gate).reshape(T, H * D), w.o)
 
 
 def write_past(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: Array) -> None:
     """Write the keys and values of x (T, hidden) to an attention layer's state, as `mixed` would."""
-    qkv = ops.linear(ops.rms_norm(x, w.mixer_norm, c.eps), w.qkv)
+    qkv = linear(ops, ops.rms_norm(x, w.mixer_norm, c.eps), w.qkv)
     ops.write_kv(*_keys_values(ops, c, w, step, qkv), state[layer].kv, step)
 
 
@@ -282,13 +283,13 @@ def gated_deltanet(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array
     """Compute short convolution, delta rule and gated norm for this rank's heads of x (T, hidden): (T, hidden)."""
     T, Hv, Dv = x.shape[0], c.value_heads, c.value_dim
     values = Hv * Dv
-    y = ops.linear(x, w.qkvzba)
+    y = linear(ops, x, w.qkvzba)
     channels = 2 * c.key_heads * c.key_dim + values
     qkv, z = y[:, :channels], y[:, channels : channels + values].reshape(T, Hv, Dv)
     b, a = y[:, channels + values : channels + values + Hv], y[:, channels + values + Hv :]
     weights = DeltaWeights(w.taps, GateWeights(w.decay, w.dt_bias), w.delta_norm, c.eps)
     o = ops.delta_mixer(DeltaInputs(qkv, z, a, b), weights, c.key_heads, state.conv, state.delta, step)
-    return ops.linear(o.reshape(T, values), w.out)
+    return linear(ops, o.reshape(T, values), w.out)
 
 
 def dense_ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
