@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from common.adapted import changes_of, factors_of
 from common.backend import VECTOR_ITEM, LayerSize
@@ -17,6 +19,7 @@ from common.weights import ExpertMatrix, Layout, Matrix, Stored, Table, account,
 SPARE = 0.05  # share of free memory kept for what is not predicted: a draft's states and inputs, graphs, libraries
 SPARE_OF_ROWS = 0.15  # share of memory beside weights that is kept when the rows of a prefill step are chosen
 LEAST_ROWS = 256
+NO_BYTES = np.empty(0, np.uint8)
 LEAST_CONTEXT = 512
 
 
@@ -103,7 +106,9 @@ def _shaped(checkpoint: Checkpoint, stored: Stored, where: tuple[str, int], kind
     """Return the canonical tensor's type and shape. A fix is run once for all layers that store this weight alike."""
     first = checkpoint.tensors[stored.names[0]]
     if stored.fix is None:
-        return replace(first, shape=stored.shape)
+        return Tensor(
+            first.name, first.type, stored.shape, NO_BYTES, first.scales, first.biases, first.bits, first.group_size
+        )
     kind = where, first.type, first.shape, first.bits, first.group_size, stored.shape
     if kind not in kinds:
         tensors = own_part(checkpoint, stored)

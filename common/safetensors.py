@@ -14,12 +14,14 @@ from safetensors import SafetensorError, safe_open
 
 from common.errors import BimetalError
 from common.files import check_regular
+from common.hf_quantized import fold_other
 from common.tensors import Tensor, map_file
 
 MAX_DIMS = 8
 ITEM_BYTES = {
     **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "BOOL": 1},
     **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1},
+    "F8_E4M3": 1,  # only in folders whose configuration says so: hf_quantized.py
 }
 # MLX modes: (bits, group sizes, types of scales, has biases); mlx 0.32, mlx.core.quantize
 FLOATS = ("F32", "F16", "BF16")
@@ -107,9 +109,9 @@ def fold_quantized(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[s
     if not isinstance(table, dict):
         raise BimetalError(f"quantization in config.json is {table!r}; it must be an object")
     if "quant_method" in table:
-        raise BimetalError(
-            f"config.json says quant_method {table['quant_method']!r}; supported are MLX's modes {', '.join(MODES)}"
-        )
+        return fold_other(tensors, table)
+    if eighth := next((tensor for tensor in tensors.values() if tensor.type == "F8_E4M3"), None):
+        raise BimetalError(f"tensor {eighth.name!r} has dtype 'F8_E4M3', and config.json says nothing about its scales")
 
     folded = {}
     for name, tensor in tensors.items():

@@ -5,10 +5,12 @@ Every reader (`common/gguf.py`, `common/safetensors.py`) returns `Tensor`s, ever
 taking rows decodes nothing.
 """
 
+import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +42,10 @@ class Tensor:
     def nbytes(self) -> int:
         return sum(t.data.nbytes for t in (self, self.scales, self.biases) if t is not None)
 
+    def read(self) -> "Tensor":
+        """Return the tensor with its bytes: itself, unless they have to be made."""
+        return self
+
     def take_rows(self, index: np.ndarray) -> "Tensor":
         """Return the rows `index` (int, (n,)) of the first axis, in that order; works for every type."""
         if len(self.shape) == 1:  # a vector's elements are its rows
@@ -69,6 +75,52 @@ class Tensor:
         )
 
 
+class Converted(Tensor):
+    """A tensor that is made of other stored tensors when its bytes are first read.
+
+    parts    the stored tensors
+    convert  function that returns the bytes, uint8 (*shape[:-1], row_bytes)
+    """
+
+    parts: tuple[Tensor, ...]
+    convert: Callable[[], np.ndarray]
+
+    def __init__(
+        self,
+        name: str,
+        type: str,
+        shape: tuple[int, ...],
+        row_bytes: int,
+        parts: tuple[Tensor, ...],
+        convert: Callable[[], np.ndarray],
+    ):
+        given = {"name": name, "type": type, "shape": shape, "row_bytes": row_bytes, "parts": parts, "convert": convert}
+        self.__dict__.update(given)  # a frozen dataclass, whose `data` is left to the property
+
+    @cached_property
+    def data(self) -> np.ndarray:  # type: ignore[override]
+        return self.convert()
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape[:-1]) * int(self.__dict__["row_bytes"])
+
+    def read(self) -> Tensor:
+        return Tensor(self.name, self.type, self.shape, self.data)
+
+    def take_rows(self, index: np.ndarray) -> Tensor:
+        return self.read().take_rows(index)
+
+    def reshape(self, shape: tuple[int, ...]) -> Tensor:
+        return self.read().reshape(shape)
+
+    def release(self) -> None:
+        """Drop the bytes; a later read makes them again."""
+        self.__dict__.pop("data", None)
+        for part in self.parts:
+            release(part)
+
+
 def same_axes(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Test whether the shapes differ only in axes of length 1, which writers may keep or drop."""
     return [n for n in one if n != 1] == [n for n in other if n != 1]
@@ -76,6 +128,7 @@ def same_axes(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:
     """Stack equal tensors along a new first axis, named after the first: the experts of a layer. Copies."""
+    tensors = [tensor.read() for tensor in tensors]
     first = tensors[0]
     for tensor in tensors:
         if (tensor.type, tensor.shape, tensor.bits, tensor.group_size) != (
@@ -123,6 +176,9 @@ def release(tensor: Tensor) -> None:
 
     Does nothing for bytes that are not a view into a mapped file, or if the system has no MADV_DONTNEED.
     """
+    if isinstance(tensor, Converted):
+        tensor.release()
+        return
     for part in (tensor, tensor.scales, tensor.biases):
         if part is not None:
             give_back(part.data)

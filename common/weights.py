@@ -270,7 +270,7 @@ def to_backend(entry: "Matrix | Vector", parts: Sequence[Tensor], ops: Ops) -> A
 
 def own_part(checkpoint: Checkpoint, stored: Stored) -> list[Tensor]:
     """Return the tensors of a weight as stored, or this rank's part; raises ValueError if they are too short."""
-    tensors = [checkpoint.tensors[name] for name in stored.names]
+    tensors = [checkpoint.tensors[name].read() for name in stored.names]
     return [stored.shard.cut(tensor) for tensor in tensors] if stored.shard else tensors
 
 

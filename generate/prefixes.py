@@ -17,7 +17,7 @@ from common.models.pair import Pair
 from common.options import PrefixChoice
 from common.prefix_cache import PrefixCache
 from common.prefix_disk import PrefixDisk
-from common.tensors import Tensor
+from common.tensors import Converted, Tensor
 from common.weights import dense
 
 SHARE, MOST = 10, 8 << 30  # default budget: 1 / SHARE of free memory, at most MOST bytes
@@ -109,6 +109,10 @@ def identity(checkpoint: Checkpoint) -> Iterator[bytes]:
 
 def _identity(tensor: Tensor) -> Iterator[bytes]:
     """Describe a tensor: name, type, shape, and the bytes at both ends, in which fine-tuned models differ."""
+    if isinstance(tensor, Converted):
+        for stored in tensor.parts:
+            yield from _identity(stored)
+        return
     for part in (tensor, tensor.scales, tensor.biases):
         if part is not None:
             yield f"{part.name} {part.type} {part.shape} {part.bits} {part.group_size}".encode()

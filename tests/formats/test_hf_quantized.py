@@ -1,0 +1,215 @@
+"""GPTQ, AWQ, compressed-tensors and FP8: the values that their own programs read (data/make_hf_quantized.py)."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+
+from common.checkpoint import open_checkpoint
+from common.errors import BimetalError
+from common.hf_quantized import fold_other
+from common.models import load_model
+from common.quants import BLOCKS, dequantize
+from common.reference import NumpyOps
+from common.safetensors import fold_quantized
+from common.tensors import Tensor, release
+
+with np.load(Path(__file__).parents[1] / "data" / "hf_quantized.npz") as file:
+    FOUND = dict(file)
+CASES = sorted({name.partition("/")[0] for name in FOUND})
+TYPES = {"float16": "F16", "float32": "F32", "int32": "I32", "int64": "I64", "int8": "I8"}
+BLOCK_TYPES = {"gptq-8": "Q8_0", "gptq-asymmetric": "Q4_1", "awq": "Q4_1", "ct-asymmetric": "Q4_1"}
+BLOCK_TYPES |= dict.fromkeys(("ct-int8", "ct-fp8", "fp8", "fp8-tensor"), "Q8_0")
+# Of the largest value: codes keep their values but for a minimum that is rounded to float16. FP8 is encoded anew: half
+# a step of 127, and the scale's rounding.
+ERROR = {"gptq": 0, "ct": 0, "gptq-8": 0, "ct-int8": 1e-3} | dict.fromkeys(("ct-fp8", "fp8", "fp8-tensor"), 0.0045)
+
+
+def tensors_of(case: str, module: str = "m") -> dict[str, Tensor]:
+    tensors = {}
+    for key, values in FOUND.items():
+        name = key.removeprefix(f"{case}/")
+        if name == key or name in ("config", "dense"):
+            continue
+        name, _, type_ = name.partition(":")
+        array = np.ascontiguousarray(values)
+        data = array.view(np.uint8) if array.ndim else array.reshape(1).view(np.uint8)
+        tensors[f"{module}.{name}"] = Tensor(f"{module}.{name}", type_ or TYPES[str(values.dtype)], values.shape, data)
+    return tensors
+
+
+def config_of(case: str) -> dict:
+    return json.loads(str(FOUND[f"{case}/config"]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values(case):
+    (tensor,) = fold_other(tensors_of(case), config_of(case)).values()
+    expected = FOUND[f"{case}/dense"]
+    assert (tensor.name, tensor.shape) == ("m.weight", expected.shape)
+    assert tensor.type == BLOCK_TYPES.get(case, "Q4_0")
+    assert np.abs(dequantize(tensor) - expected).max() <= ERROR.get(case, 1e-3) * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bytes(case):
+    """What is predicted before a matrix is converted is what it has then, again after its release."""
+    (tensor,) = fold_other(tensors_of(case), config_of(case)).values()
+    rows, columns = tensor.shape
+    block = BLOCKS[tensor.type]
+    assert tensor.nbytes == rows * columns // block.elements * block.bytes
+    first = tensor.data
+    assert first.shape == (rows, tensor.nbytes // rows)
+    assert tensor.data is first
+    release(tensor)
+    assert tensor.data is not first
+    assert np.array_equal(tensor.data, first)
+    assert np.array_equal(tensor.take_rows(np.array([3, 1])).data, first[[3, 1]])
+
+
+def test_other_tensors_stay():
+    others = {"norm.weight": tensors_of("gptq")["m.scales"], "m.bias": tensors_of("gptq")["m.scales"]}
+    assert set(fold_other(tensors_of("gptq") | others, config_of("gptq"))) == {"m.weight", *others}
+    rounding = {f"m.{name}": tensors_of("fp8-tensor")["m.weight_scale"] for name in ("input_scale", "k_scale")}
+    assert set(fold_other(tensors_of("fp8-tensor") | rounding, config_of("fp8-tensor"))) == {"m.weight"}
+
+
+# -- a whole model -----------------------------------------------------------------------------------------------------
+
+
+def awq(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray) -> dict[str, np.ndarray]:
+    """Pack codes (rows, columns), zero points and scales (rows, groups) as AutoAWQ does."""
+
+    def packed(values: np.ndarray) -> np.ndarray:
+        words = np.zeros((values.shape[0], values.shape[1] // 8), np.uint32)
+        for i, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+            words |= values[:, column::8].astype(np.uint32) << np.uint32(4 * i)
+        return words.view(np.int32)
+
+    return {"qweight": packed(codes.T), "qzeros": packed(zeros.T), "scales": scales.T.astype(np.float16)}
+
+
+@pytest.mark.parametrize("backend", ["numpy", "mlx"])
+def test_model(backend, tmp_path):
+    """A model whose matrices are AWQ has the logits of the same values in float32."""
+    ops = NumpyOps()
+    if backend == "mlx":
+        mx = pytest.importorskip("mlx.core")
+        from mlx_backend.ops import MlxOps
+
+        ops = MlxOps(mx.float32)
+    source, random = tiny.checkpoint("qwen3"), np.random.default_rng(0)
+    quantized, plain = {}, {}
+    for name, tensor in source.tensors.items():
+        values = dequantize(tensor)
+        plain[name] = quantized[name] = values
+        if name.endswith("_proj.weight") and values.shape[1] % 32 == 0 and values.shape[0] % 8 == 0:
+            rows, columns = values.shape
+            codes, zeros = random.integers(16, size=(rows, columns)), random.integers(16, size=(rows, columns // 32))
+            scales = np.full(zeros.shape, 2.0**-5)
+            quantized |= {f"{name.removesuffix('weight')}{kind}": x for kind, x in awq(codes, zeros, scales).items()}
+            del quantized[name]
+            plain[name] = ((codes - np.repeat(zeros, 32, 1)) * np.repeat(scales, 32, 1)).astype(np.float32)
+    assert sum(name.endswith("qweight") for name in quantized) >= 8
+    logits = []
+    for folder, tensors in (("quantized", quantized), ("plain", plain)):
+        write(tmp_path / folder, source.config | (AWQ if folder == "quantized" else {}), tensors)
+        logits.append(
+            tiny.logits_of(load_model(open_checkpoint(tmp_path / folder), ops), tiny.golden("qwen3")["ids"][:40])
+        )
+    assert np.abs(logits[0] - logits[1]).max() < 1e-4
+
+
+AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}}
+
+
+def write(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> None:
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    save_file({name: np.ascontiguousarray(values) for name, values in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+def changed(case: str, **tensors) -> dict[str, Tensor]:
+    """The tensors of a case with some replaced by arrays, or left out (None)."""
+    found = tensors_of(case)
+    for name, values in tensors.items():
+        key = f"m.{name}"
+        if values is None:
+            del found[key]
+        else:
+            array = np.ascontiguousarray(values)
+            found[key] = Tensor(key, found[key].type if key in found else "I32", array.shape, array.view(np.uint8))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "config", "tensors", "words"),
+    [
+        (
+            "gptq",
+            {"quant_method": "hqq"},
+            {},
+            "quant_method 'hqq'; supported are gptq, awq, compressed-tensors, fp8 and",
+        ),
+        ("ct", {"format": "marlin-24"}, {}, "format 'marlin-24' of compressed-tensors; supported are pack-quantized"),
+        ("awq", {"version": "gemv"}, {}, "version 'gemv' of AWQ; supported is gemm"),
+        ("gptq", {}, {"g_idx": np.arange(128, dtype=np.int32)[::-1] // 64}, "'m.g_idx' reorders columns (desc_act)"),
+        ("gptq", {}, {"scales": None}, "'m.scales' is missing beside the codes"),
+        (
+            "gptq",
+            {},
+            {"qweight": np.zeros((16, 31), np.int32)},
+            "m has codes (16, 31) and scales (2, 32), which fit no",
+        ),
+        ("awq", {}, {"qzeros": np.zeros((2, 3), np.int32)}, "'m.qzeros' is I32 (2, 3); expected I32 or U32, (2, 4)"),
+        (
+            "ct",
+            {},
+            {"weight_shape": np.array([32, 256])},
+            "m has codes (32, 16) and scales (32, 2), which fit no codes",
+        ),
+        ("ct", {}, {"weight_g_idx": np.zeros(128, np.int32)}, "'m.weight_g_idx' reorders columns (actorder)"),
+        (
+            "fp8",
+            {},
+            {"weight_scale_inv": np.ones((3, 2), np.float32)},
+            "m is F8_E4M3 (136, 160) with scales (3, 2), which",
+        ),
+        ("fp8", {}, {"weight_scale_inv": None}, "'m.weight_scale_inv' is missing beside the codes"),
+        ("gptq-8", {"sym": False}, {}, "m has zero points beside codes of 8 bits, which are not supported"),
+    ],
+)
+def test_refused(case, config, tensors, words):
+    with pytest.raises(BimetalError, match=re.escape(words)):
+        fold_other(changed(case, **tensors), config_of(case) | config)
+
+
+@pytest.mark.parametrize(
+    ("case", "tensors", "words"),
+    [
+        (
+            "gptq",
+            {"qzeros": np.zeros((2, 4), np.int32)},
+            "m has zero points that differ, and config.json says sym is true",
+        ),
+        ("fp8", {"weight": np.full((136, 160), 0x7F, np.uint8)}, "tensor 'm.weight' is not finite"),
+    ],
+)
+def test_refused_when_read(case, tensors, words):
+    (tensor,) = fold_other(changed(case, **tensors), config_of(case)).values()
+    with pytest.raises(BimetalError, match=re.escape(words)):
+        dequantize(tensor)
+
+
+def test_eight_bits_without_a_method():
+    weight = tensors_of("fp8")["m.weight"]
+    with pytest.raises(BimetalError, match=r"'F8_E4M3', and config\.json says nothing about"):
+        fold_quantized({"m.weight": weight}, {})
