@@ -1,7 +1,6 @@
 """The weights of a model with LoRA adapters: a product W x becomes W x + up (down x), and W stays as it is stored."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -9,12 +8,12 @@ import numpy as np
 from common.adapters import Adapter, Change, Place
 from common.errors import BimetalError, shown
 from common.ops import Array, Ops, Weight
-from common.quants import dequantize
+from common.quants import dequantize, q8_0_blocks
 from common.tensors import Tensor
 from common.weights import ExpertMatrix, Layout, Matrix, Reordering, Stored, Table, dense
 
 MOST_RANK = 4096
-MULTIPLE = 32  # of which the rank of a changed weight is a multiple, by rows of zeros
+MULTIPLE = 32  # of which the rank of a changed weight is a multiple, by rows of zeros: columns of a block
 KEPT_AS_STORED = "embeddings, heads of the vocabulary, routers, experts, shared experts, matrices per attention head"
 PER_HEAD = {"k_up", "v_up"}  # names in a model's table of weights that `linear` does not multiply, and in mixtures
 IN_MIXTURES = {"router", "gate_up", "down", "shared_gate"}
@@ -124,13 +123,15 @@ def adapter_of(layout: Layout, adapters: Sequence[Adapter], ops: Ops) -> Callabl
 
 
 def factors_of(change: Change, type_: str) -> tuple[Tensor, Tensor]:
-    """Return both factors as tensors of a file, of type F32, or of F16 if all numbers are in its range."""
-    down, up = (dense(name, values) for name, values in zip(("down", "up"), change, strict=True))
-    return (_half(down), _half(up)) if type_ == "F16" else (down, up)
+    """Return both factors as tensors of a file, of type F32, or Q8_0 where columns divide into its blocks, else F16."""
+    down, up = (_tensor(name, values, type_) for name, values in zip(("down", "up"), change, strict=True))
+    return down, up
 
 
-def _half(tensor: Tensor) -> Tensor:
-    values = dequantize(tensor)
-    if np.abs(values).max(initial=0) > np.finfo(np.float16).max:
-        return tensor
-    return replace(tensor, type="F16", data=values.astype(np.float16).view(np.uint8))
+def _tensor(name: str, values: np.ndarray, type_: str) -> Tensor:
+    if type_ == "F32":
+        return dense(name, values)
+    with np.errstate(over="ignore"):  # the backend refuses scales and values beyond float16
+        if values.shape[1] % 32:
+            return Tensor(name, "F16", values.shape, values.astype(np.float16).view(np.uint8))
+        return Tensor(name, type_, values.shape, q8_0_blocks(values))

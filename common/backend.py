@@ -72,7 +72,7 @@ class Backend(ABC):
     expert_supply: ExpertSupply | None = None  # keeps some of a mixture's experts in memory; None: all are
     expert_vram = 0  # bytes of experts on the device that `held_expert_bytes` does not count
     ranks: Ranks = ONE  # this rank of tensor parallelism
-    adapter_type = "F32"  # in which adapters are held: "F16" if products with float32 matrices of few columns are slow
+    adapter_type = "F32"  # in which adapters are held: "Q8_0" if products of quantized matrices are faster
     checks_scales = False  # whether `loading` refuses scales that are not finite, which saves a read
 
     def prompt_rows(self, spec: Sequence[LayerSpec]) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.errors import BimetalError, shown
-from common.quants import E4M3, dequantize, unpack_codes
+from common.quants import E4M3, dequantize, q8_0_blocks, unpack_codes
 from common.tensors import Converted, Tensor
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
@@ -246,22 +246,18 @@ def _spread(scale: Tensor, rows: int) -> np.ndarray:
 
 
 def _fp8_blocks(weight: Tensor, scale: Tensor) -> np.ndarray:
-    """Encode e4m3 values times their scales as Q8_0: the largest of 32 values becomes 127 or -127."""
+    """Encode e4m3 values times their scales as Q8_0."""
     rows, columns = weight.shape
     scales = _spread(scale, rows)
     size = BLOCK if -(-columns // BLOCK) == scales.shape[1] > 1 else columns // scales.shape[1]
-    out = np.empty((rows, columns // 32, 34), np.uint8)
+    out = np.empty((rows, columns // 32 * 34), np.uint8)
     for part in _slices(rows):
         codes = weight.data[part]
         if ((codes & 0x7F) == 0x7F).any():
             raise BimetalError(f"tensor {weight.name!r} is not finite")
         values = E4M3[codes] * np.repeat(scales[part], size, axis=1)[:, :columns]
-        blocks = values.reshape(len(codes), -1, 32)
-        d = (np.abs(blocks).max(axis=2) / 127).astype(np.float16)
-        divisors = np.where(d > 0, d, 1).astype(np.float32)[..., None]
-        out[part, :, :2] = d[..., None].view(np.uint8)
-        out[part, :, 2:] = np.clip(np.rint(blocks / divisors), -127, 127).astype(np.int8).view(np.uint8)
-    return out.reshape(rows, -1)
+        out[part] = q8_0_blocks(values)
+    return out
 
 
 def _packed(module: str, tensors: Mapping[str, Tensor]) -> Tensor:

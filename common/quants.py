@@ -94,6 +94,15 @@ def dequantize(tensor: Tensor, out: np.ndarray | None = None) -> np.ndarray:
     return out
 
 
+def q8_0_blocks(values: np.ndarray) -> np.ndarray:
+    """Encode float32 (rows, columns) as Q8_0: the largest of 32 values becomes 127 or -127; uint8 (rows, bytes)."""
+    blocks = values.reshape(len(values), -1, 32)
+    scales = (np.abs(blocks).max(axis=2, keepdims=True) / 127).astype(np.float16)
+    codes = np.rint(blocks / np.where(scales > 0, scales, 1).astype(np.float32))
+    codes = np.clip(codes, -127, 127).astype(np.int8).view(np.uint8)
+    return np.concatenate([scales.view(np.uint8), codes], axis=2).reshape(len(values), -1)
+
+
 def bits_per_weight(tensor: Tensor) -> float:
     """Compute stored bits per value, including scales and biases."""
     return 8 * tensor.nbytes / math.prod(tensor.shape)

@@ -60,7 +60,7 @@ class CudaOps(Ops):
     item_bytes = 2  # of a cached key or value; activations are float32
     warm_rows = (*BUCKETS, *LONG_WARM)
     runs_ahead = replays = draws = checks_scales = reserves = joins = divides = True
-    cache_pairs, adapter_type = PAIRS, "F16"
+    cache_pairs, adapter_type = PAIRS, "Q8_0"
 
     def __init__(self, experts: HotExperts | None = None) -> None:
         """Open the current GPU.

@@ -29,7 +29,7 @@ FOLDER = Path(__file__).parents[1] / "data" / "adapters"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 KL = 1e-8
 # As for models without an adapter; Gated DeltaNet's norms of small heads amplify rounding. Logits are up to 10.
-CUDA_KL = 1e-4  # keys, values and factors are rounded to float16
+CUDA_KL = 0.05  # factors are Q8_0, and these random changes are as large as the weights; without them it is 2.6 to 3.8
 LOGIT = {"llama": 1e-4, "glm": 3e-4, "qwen35": 2e-3}
 
 
@@ -171,7 +171,7 @@ def test_cuda_long_steps():
     checkpoint = adapted(tiny.checkpoint("llama"), FOLDER / "llama")
     expected = tiny.logits_of(load_model(checkpoint, NumpyOps()), ids)
     errors = tiny.errors(tiny.logits_of(load_model(checkpoint, CudaOps()), ids), expected)
-    assert errors.kl < 5e-3  # products of prompts are in bfloat16, and the random changes are as large as the weights
+    assert errors.kl < CUDA_KL
 
 
 @pytest.mark.parametrize("name", NAMES)
