@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from common.reply import Tags
 from common.tokenizer import Tokenizer
 
 
@@ -28,7 +29,7 @@ class AfterReasoning:
     """Leaves the reasoning unrestricted, ends it after `budget` tokens, and restricts the reply after it by `inner`.
 
     tokenizer  of the model, whose logits have `vocab` tokens
-    tags       what opens and what closes the reasoning
+    tags       Tags of the reasoning
     is_open    whether the prompt has opened the reasoning; else the reply may do so
     inner      makes the guide of the reply after the reasoning; None: it is unrestricted
     budget     most tokens of the reasoning, the closing tag not counted; None: any number
@@ -39,14 +40,14 @@ class AfterReasoning:
         self,
         tokenizer: Tokenizer,
         vocab: int,
-        tags: tuple[str, str],
+        tags: Tags,
         is_open: bool,
         inner: Callable[[], Guide] | None,
         budget: int | None,
         spills: Mapping[bytes, Sequence[int]],
     ):
         self._tokenizer, self._vocab = tokenizer, vocab
-        self._opening, self._closing = (tag.encode() for tag in tags)
+        self._opening, self._closing, self._early = tags.opening.encode(), tags.closing.encode(), tags.early
         self._inner, self._budget, self._spills = inner, budget, spills
         self._guide: Guide | None = None
         self._reasons = is_open
@@ -54,14 +55,17 @@ class AfterReasoning:
         self._text = b""  # of the reasoning so far, or of the reply before it
         self._forced: list[int] = []
         self._count = 0
-        if not is_open and inner is not None:  # a reply that must follow a grammar cannot open its reasoning itself
-            self._end()
+        if not is_open and inner is not None:
+            if tags.begins:
+                self._forced = tokenizer.encode(tags.opening, False)
+            else:  # a reply that must follow a grammar cannot open its reasoning itself
+                self._end()
 
     def allowed(self) -> np.ndarray | None:
         if self._ended:
             return None if self._guide is None else self._guide.allowed()
         if self._reasons and self._budget is not None and self._count >= self._budget and not self._forced:
-            self._forced = self._tokenizer.encode(f"\n{self._closing.decode()}\n\n", False)
+            self._forced = self._tokenizer.encode(self._early, False)
         if self._forced:
             mask = np.zeros(self._vocab, bool)
             mask[self._forced[0]] = True
@@ -81,8 +85,9 @@ class AfterReasoning:
             return
         if self._forced:
             del self._forced[0]
-            if not self._forced:
+            if not self._forced and self._reasons:
                 self._end()
+            self._reasons |= not self._forced
             return
         known = token < self._tokenizer.vocab_size
         self._text += self._tokenizer.token_bytes(token) if known else b""

@@ -34,6 +34,7 @@ _END_TOKENS = (
     *("<|user|>", "<|observation|>"),  # GLM
     *("</assistant>", "〈|EOS|〉"),  # Laguna
     "<end_of_turn>",  # Gemma
+    *("<|return|>", "<|call|>"),  # gpt-oss
 )
 
 _MAX_SPACES = 1 << 20  # in a row; the package's regular expressions give up at ten times as many
@@ -95,6 +96,8 @@ class Tokenizer:
         self.end_ids = frozenset(end_ids) | {id for id in named if id in added}
         if eos_id is not None:
             self.end_ids |= {eos_id}
+        if self.token_to_id("<|call|>") is not None:  # gpt-oss's, whose <|end|> ends a message, and not the reply
+            self.end_ids -= {self.token_to_id("<|end|>")}
         self.fim = find_fim(self.token_to_id, fim or {})
         self._control = self._special | ((self.end_ids | self.fim.ids) & added.keys())
         cuts = cuts_of(added, self._control) if self._byte_level else None
