@@ -50,6 +50,20 @@ def _llama(c: Any, values: Values) -> Values:
     )
 
 
+def _phi3(c: Any, values: Values) -> Values:
+    """Return keys without the head size, which readers derive; a window of 0 is none."""
+    original = c.original_context or values.get("original_max_position_embeddings") or c.context
+    return {
+        "attention.head_count": c.heads,
+        "attention.head_count_kv": c.kv_heads,
+        "attention.sliding_window": c.window or 0,
+        "block_count": c.layers,
+        "feed_forward_length": c.ffn,
+        "rope.dimension_count": 2 * len(c.rope.frequencies),
+        "rope.scaling.original_context_length": original,
+    }
+
+
 def _qwen3moe(c: Any, values: Values) -> Values:
     return _llama(c, values) | {
         "feed_forward_length": values.get("intermediate_size", c.experts.ffn),  # of no layer, but converters write it
@@ -173,6 +187,7 @@ FAMILIES = {  # by config.json's model_type
     "llama": Family("llama", _llama),
     "mistral": Family("llama", _llama),
     "mistral3": Family("llama", _llama),
+    "phi3": Family("phi3", _phi3, pre="dbrx"),
     "qwen2": Family("qwen2", _llama),
     "qwen3": Family("qwen3", _llama),
     "qwen3_moe": Family("qwen3moe", _qwen3moe),

@@ -88,8 +88,8 @@ def syntax_of(template: str) -> Syntax | None:
 
 
 def lacks_tools(template: str) -> bool:
-    """Test whether a chat template has no place for tools."""
-    return "tools" not in template
+    """Test whether a chat template has no place for tools; that of Phi-4-mini reads them from a message alone."""
+    return not re.search(r"""(?<![\w.'"])tools\b(?!['"])""", template)
 
 
 TEACHING = """You may call functions, whose signatures are:

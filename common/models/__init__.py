@@ -13,7 +13,7 @@ from common.expert_stream import ExpertStream
 from common.experts import ExpertSupply
 from common.fit import Blueprint
 from common.kv_cache import CacheOptions, check_pairs, packed
-from common.models import gemma3, glm, glm4_moe, laguna, llama, qwen35
+from common.models import gemma3, glm, glm4_moe, laguna, llama, phi3, qwen35
 from common.ops import Array, Ops
 from common.shards import Ranks
 from common.step import MAX_DECODE_ROWS, Pool, Repeated, State, Step
@@ -32,6 +32,7 @@ ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config
     "llama": llama,
     "mistral": llama,
     "mistral3": llama,
+    "phi3": phi3,
     "qwen2": llama,
     "qwen3": llama,
     "qwen3_moe": llama,

@@ -114,12 +114,12 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
         has_head=has_own or not (is_classifier or (is_base and not is_tied)),
         norms_heads=keys.read("qk_norm", bool, True) if is_wedlm else architecture in NORMS_HEADS,
         has_biases=architecture == "qwen2" or (is_wedlm and keys.read("attention_bias", bool, False)),
-        window=_window(keys, "sliding_window", context) if architecture.startswith("mistral") else None,
+        window=read_window(keys, "sliding_window", context) if architecture.startswith("mistral") else None,
         mask_id=_mask_id(keys) if is_wedlm else None,
     )
 
 
-def _window(keys: Keys, key: str, context: int) -> int | None:
+def read_window(keys: Keys, key: str, context: int) -> int | None:
     """Read a window; None without one, or where the whole context is in it."""
     window = keys.size(key, context)
     return window if window < context else None
@@ -181,14 +181,15 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         has_head=CLASSIFIERS["gguf"] not in checkpoint.tensors or "output.weight" in checkpoint.tensors,
         norms_heads="blk.0.attn_q_norm.weight" in checkpoint.tensors if is_wedlm else architecture in NORMS_HEADS,
         has_biases=architecture == "qwen2" or (is_wedlm and "blk.0.attn_q.bias" in checkpoint.tensors),
-        window=_gguf_window(keys, context) if architecture == "llama" else None,
+        window=read_gguf_window(keys, context) if architecture == "llama" else None,
         mask_id=_gguf_mask_id(checkpoint, keys) if is_wedlm else None,
     )
 
 
-def _gguf_window(keys: Keys, context: int) -> int | None:
+def read_gguf_window(keys: Keys, context: int) -> int | None:
+    """Read a window as `read_window`; 0 is none too."""
     key = "attention.sliding_window"
-    return None if keys.get(key) == 0 else _window(keys, key, context)
+    return None if keys.get(key) == 0 else read_window(keys, key, context)
 
 
 def _gguf_experts(keys: Keys) -> Experts:

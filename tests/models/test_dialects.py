@@ -186,6 +186,8 @@ SAFETENSORS = [
     ("llama", with_old_rope_keys),
     ("llama", of_mistral),
     ("mistral", with_old_rope_keys),
+    ("phi3", with_old_rope_keys),
+    ("phi4mini", with_old_rope_keys),
     ("mistral", beside_a_vision_tower),
     ("mistral", as_transformers_names_it),
     ("qwen2", with_old_rope_keys),

@@ -688,8 +688,12 @@ def float32_copy(name, path):
         older["partial_rotary_factor"] = 0.25
     if name == "qwen3moe":  # as released
         older["num_experts"] = 8
-    if name == "mistral":  # whose window mlx-lm does not read
+    if name in ("mistral", "phi3"):  # whose window mlx-lm does not read
         older["sliding_window"] = None
+    if name == "phi4mini":
+        rope = config["rope_parameters"]
+        scaling = {"type": "longrope", **{f"{each}_factor": rope[f"{each}_factor"] for each in ("long", "short")}}
+        older |= {"rope_scaling": scaling, "partial_rotary_factor": 0.75}
     if name == "gemma3":
         older |= {"rope_theta": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
         older |= {"rope_local_base_freq": 10000.0, "sliding_window_pattern": 6}

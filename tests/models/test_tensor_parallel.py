@@ -166,7 +166,20 @@ def test_other_names(name, dialect):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral", "qwen2", "qwen3moe", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna", "glm4moe"]
+    "name",
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3moe",
+        "qwen35",
+        "qwen35moe",
+        "qwen3next",
+        "gemma3",
+        "laguna",
+        "glm4moe",
+        "phi3",
+    ],
 )
 def test_gguf_files(tmp_path, name):
     """Value heads tiled over key heads, rope pairs as adjacent rows; 16-bit floats, which any ranks divide."""
