@@ -73,6 +73,13 @@ def _qwen3moe(c: Any, values: Values) -> Values:
     }
 
 
+def _qwen3vl(c: Any, values: Values) -> Values:
+    """Return the keys of Qwen3, and the pairs of each head that turn by time, height and width."""
+    group = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    keys = _qwen3moe(c, values) if c.experts else _llama(c, values)
+    return keys | {"rope.dimension_sections": [*group.get("mrope_section", (24, 20, 20)), 0]}
+
+
 def _qwen35(c: Any, values: Values) -> Values:
     layers = len(c.is_attention)
     interval = c.is_attention.index(True) + 1 if True in c.is_attention else layers
@@ -191,6 +198,10 @@ FAMILIES = {  # by config.json's model_type
     "qwen2": Family("qwen2", _llama),
     "qwen3": Family("qwen3", _llama),
     "qwen3_moe": Family("qwen3moe", _qwen3moe),
+    "qwen3_vl": Family("qwen3vl", _qwen3vl),
+    "qwen3_vl_text": Family("qwen3vl", _qwen3vl),
+    "qwen3_vl_moe": Family("qwen3vlmoe", _qwen3vl),
+    "qwen3_vl_moe_text": Family("qwen3vlmoe", _qwen3vl),
     "wedlm": Family("wedlm", _llama),
     "qwen3_next": Family("qwen3next", _qwen35),
     "qwen3_5": Family("qwen35", _qwen35),

@@ -201,6 +201,7 @@ WRONG = [  # model, format, key, value, what the sentence says
     ("mistral", "safetensors", "sliding_window", "24", "sliding_window is '24', expected int"),
     ("mistral", "gguf", "llama.attention.sliding_window", -1, "sliding_window is -1, expected a number from 1"),
     ("mistral", "safetensors", "model_type", "mistral3", "lacks the required key text_config (dict)"),
+    ("qwen3", "safetensors", "model_type", "qwen3_vl", "lacks the required key text_config (dict)"),
     ("llama", "safetensors", "rms_norm_eps", 0, "rms_norm_eps is 0.0, expected a finite number above 0"),
     ("llama", "safetensors", "rms_norm_eps", float("nan"), "rms_norm_eps is nan, expected a finite number above 0"),
     ("llama", "safetensors", "rope_parameters", [1e4], "rope_parameters is [10000.0], expected dict"),
