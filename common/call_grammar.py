@@ -15,7 +15,6 @@ from common.tools import HARMONY_START as START
 
 REPLY = "the reply"  # what has the schema of JSON that is no call, in errors
 MOST_CALLS = 16  # of one reply
-LITERAL_OR_START = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|\bstart\b')  # of a grammar
 MOST_RULES = 1 << 20  # characters of a tool's rules
 
 
@@ -26,12 +25,6 @@ def reply_grammar(schema: Any, calls: str, head: str = "") -> str:
     """
     starts = ([f"{head} reply".lstrip()] if schema is not None else []) + (["calls"] if calls else [])
     return f"start: {' | '.join(starts)}\n" + (json_rule("reply", schema, REPLY) if schema is not None else "") + calls
-
-
-def after(head: str, grammar: str) -> str:
-    """Return a Lark grammar of `head` and what follows `grammar`, whose rule `start` is renamed."""
-    names = LITERAL_OR_START.sub(lambda found: "follows" if found[0] == "start" else found[0], grammar)
-    return f"start: {head} follows\n{names}"
 
 
 def literal(tokenizer: Tokenizer, text: str) -> str:

@@ -67,9 +67,7 @@ class AfterReasoning:
         if self._reasons and self._budget is not None and self._count >= self._budget and not self._forced:
             self._forced = self._tokenizer.encode(self._early, False)
         if self._forced:
-            mask = np.zeros(self._vocab, bool)
-            mask[self._forced[0]] = True
-            return mask
+            return only(self._forced[0], self._vocab)
         if not self._reasons or self._inner is None:
             return None
         mask = np.ones(self._vocab, bool)
@@ -106,6 +104,32 @@ class AfterReasoning:
     def _end(self) -> None:
         self._ended = True
         self._guide = None if self._inner is None else self._inner()
+
+
+class Begun:
+    """Begins with the tokens `head`, and restricts what follows by the guide that `inner` makes.
+
+    vocab  number of logits of a row
+    """
+
+    def __init__(self, head: Sequence[int], vocab: int, inner: Callable[[], Guide]):
+        self._left, self._vocab, self._inner = list(head), vocab, inner()
+
+    def allowed(self) -> np.ndarray | None:
+        return only(self._left[0], self._vocab) if self._left else self._inner.allowed()
+
+    def accept(self, token: int) -> None:
+        if self._left:
+            del self._left[0]
+        else:
+            self._inner.accept(token)
+
+
+def only(token: int, vocab: int) -> np.ndarray:
+    """Return a mask (vocab,) bool of one token."""
+    mask = np.zeros(vocab, bool)
+    mask[token] = True
+    return mask
 
 
 class AtLeast:

@@ -35,7 +35,8 @@ class HarmonyParser:
     """Parser of one reply, with the methods and the promises of `ReplyParser`: the parts do not depend on the pieces.
 
     Text outside of messages is part of the answer. Calls are parsed if there are tools; a malformed call is text,
-    including its header; where the tokens of the reply were used up, a call ends with it.
+    including its header, but on the channel of the reasoning a call of another tool is reasoning; where the tokens of
+    the reply were used up, a call ends with it.
     """
 
     def __init__(self, prompt: str, tools: Sequence[Any] | None = None, begun: str = ""):
@@ -96,7 +97,7 @@ class HarmonyParser:
         recipient = RECIPIENT.search(self._raw)
         channel = self._raw.partition(CHANNEL)[2].lstrip()
         self._name = recipient[1] if recipient and recipient[1] not in NO_TOOLS else ""
-        if self._name and self._schemas:
+        if self._schemas and (self._name in self._schemas or (self._name and not channel.startswith("analysis"))):
             self._state, self._scan, self._reasons = self._call, 0, False
             return
         self._begin("reasoning" if channel.startswith("analysis") else "text")

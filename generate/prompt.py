@@ -10,6 +10,7 @@ from typing import Any
 from common.errors import BimetalError, UsageError
 from common.infill import without_tokens
 from common.tokenizer import Tokenizer
+from common.tools import is_harmony
 from generate.interrupts import INTERRUPTED
 from generate.llm import LLM, Prepared
 from generate.perplexity import read_text
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
             messages = [*system_message(args.system), {"role": "user", "content": prompt}]
             how = {"think": args.think, "parse_special": args.parse_special}
             if form:
-                _check_answers(llm.prepare_chat(messages, **how), next(iter(form)))
+                _check_answers(llm, llm.prepare_chat(messages, **how), next(iter(form)))
             start = partial(llm.stream_chat, messages, **how)
         guide = llm.guide(**form) if form else None
         tell_sampling(llm, args.options)
@@ -52,10 +53,12 @@ def _form(args: argparse.Namespace) -> dict[str, Any]:
     return {} if args.grammar is None else {"grammar": args.grammar}
 
 
-def _check_answers(prompt: Prepared, form: str) -> None:
+def _check_answers(llm: LLM, prompt: Prepared, form: str) -> None:
     """Refuse a prompt whose reply begins with reasoning, which would have to follow the form: UsageError."""
     if prompt.parser is not None and prompt.parser().in_reasoning:
-        raise UsageError(f"the {form} cannot be kept: the chat template begins replies with reasoning; give --no-think")
+        always = is_harmony(llm.tokenizer.chat_template or "")
+        hint = "send the request to a server, where it holds for the answer" if always else "give --no-think"
+        raise UsageError(f"the {form} cannot be kept: the chat template begins replies with reasoning; {hint}")
 
 
 def check_template(args: argparse.Namespace, tokenizer: Tokenizer) -> None:

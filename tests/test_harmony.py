@@ -103,6 +103,12 @@ def test_a_malformed_call_is_text(body):
         everywhere(HARMONY_TEMPLATE, text, (text, "", []))
 
 
+def test_a_tool_of_the_reasoning_that_nobody_gave_is_reasoning():
+    text = f"<|channel|>analysis to=python code<|message|>print(1)<|call|>{START}{FINAL}Hi!"
+    everywhere(HARMONY_TEMPLATE, text, ("Hi!", "print(1)", []))
+    everywhere(HARMONY_TEMPLATE, text, ("Hi!", "print(1)", []), tools=None)
+
+
 def test_a_call_without_tools_is_text():
     text = harmony("now", {})
     everywhere(HARMONY_TEMPLATE, text, (text, "", []), tools=None)

@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from common.call_grammar import after, call_rules, literal, reply_grammar
+from common.call_grammar import call_rules, literal, reply_grammar
 from common.errors import UsageError
-from common.gbnf import lark_of
 from common.harmony import ANSWER
 from common.rules import Rule, many, texts, whole
 from common.text_grammar import choices_grammar, regex_grammar
@@ -204,11 +203,11 @@ def grammar_of(
 
     several  a reply may have more than one call
     """
-    head = literal(facts.tokenizer, ANSWER) if is_harmony(facts.template) else ""  # what an answer has before it
+    head = ANSWER if is_harmony(facts.template) else ""  # what precedes an answer
     if isinstance(form, Grammar):
         if choice.shown(tools):
             raise ApiError(400, f"{form.field} does not go with tools; only a JSON schema does", param=form.field)
-        return Grammar(after(head, _lark(form)), form.field) if head else form
+        return replace(form, head=head)
     syntax = call_syntax(facts)
     named = {name: s for name, s in schemas(list(tools)).items() if choice.names is None or name in choice.names}
     try:
@@ -221,16 +220,9 @@ def grammar_of(
             return None
         calls = syntax is not None and named and choice.mode == "auto"
         rules = call_rules(syntax, named, facts.tokenizer, several) if syntax and calls else ""
-        return Grammar(reply_grammar(form.schema, rules, head), form.field)
+        return Grammar(reply_grammar(form.schema, rules, literal(facts.tokenizer, head)), form.field)
     except UsageError as error:
         raise ApiError(400, str(error), param="tools") from None
-
-
-def _lark(grammar: Grammar) -> str:
-    try:
-        return lark_of(grammar.text)
-    except UsageError as error:
-        raise ApiError(400, str(error), param=grammar.field) from None
 
 
 def text_grammar_of(form: Form | Grammar | None) -> Grammar | None:

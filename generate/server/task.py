@@ -12,7 +12,7 @@ from common.checks import check_fits
 from common.errors import PromptTooLongError, UsageError
 from common.gbnf import lark_of
 from common.grammar import SchemaError
-from common.guide import AfterReasoning, AtLeast, Guide
+from common.guide import AfterReasoning, AtLeast, Begun, Guide
 from common.harmony import ANSWER, START, reasoning_tags
 from common.infill import Gap
 from common.reply import THINKING
@@ -47,10 +47,12 @@ class Grammar:
     """A grammar that a reply must follow, in a language of `lark_of`.
 
     field  of the request that holds the schema of the reply, or its tools if the reply must call one
+    head   text that precedes what the grammar describes, with control tokens
     """
 
     text: str
     field: str
+    head: str = ""
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,9 @@ def prepare(llm: LLM, facts: Facts, task: Task) -> list[Ready]:
 def compiled(facts: Facts, grammar: Grammar) -> Callable[[], Guide]:
     """Compile a grammar; raises ApiError with the invalid field."""
     try:
-        return facts.grammars.guide(lark_of(grammar.text))
+        made = facts.grammars.guide(lark_of(grammar.text))
+        head = facts.tokenizer.encode(grammar.head, False)
+        return partial(Begun, head, facts.vocab, made) if head else made
     except SchemaError as error:
         raise ApiError(400, str(error), param=grammar.field if error.owner == REPLY else "tools") from None
     except UsageError as error:

@@ -133,7 +133,14 @@ def test_a_schema_holds_for_the_answer(nonsense):
     assert message["reasoning_content"]
 
 
-@pytest.mark.parametrize("fields", [{"guided_choice": ["ja", "nein"]}, {"grammar": 'root ::= start\nstart ::= "ja"'}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_choice": ["ja", "nein"]},
+        {"grammar": 'root ::= start\nstart ::= "ja"'},
+        {"guided_grammar": '%llguidance {}\nstart: "ja" | "nein"'},
+    ],
+)
 def test_a_grammar_holds_for_the_answer(nonsense, fields):
     message = chat(nonsense, **fields, **BUDGET)["message"]
     assert message["content"] in ("ja", "nein")
@@ -169,3 +176,19 @@ def test_a_budget_ends_the_reasoning_of_a_free_reply(nonsense):
             assert guide.allowed().nonzero()[0].tolist() == [token]
             guide.accept(token)
         assert guide.allowed() is None
+
+
+def test_a_reply_to_plain_text_has_no_channels(nonsense):
+    """What a grammar of Completions describes is the reply itself."""
+    fields = {"prompt": "Hello?", "guided_choice": ["ja", "nein"], "temperature": 1.0, "seed": 3}
+    assert nonsense.post("/v1/completions", json=fields).json()["choices"][0]["text"] in ("ja", "nein")
+    body = nonsense.post("/completion", json={"prompt": "Hello?", "grammar": 'root ::= "ja"'}).json()
+    assert body["content"] == "ja"
+
+
+def test_the_command_line_names_what_keeps_a_form(tmp_path, capsys):
+    from generate.__main__ import main
+
+    folder = write_model(tmp_path / "model", template=TEMPLATE, control=HARMONY_TOKENS)
+    assert main(["--model", str(folder), "--prompt", "a", "--json-schema", "{}", "--backend", "numpy"]) == 2
+    assert "send the request to a server, where it holds for the answer" in capsys.readouterr().err
