@@ -125,7 +125,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
         ),
     ),
 }
-SEEDS = {"gemma3": 103}  # of others than a model's number
+SEEDS = {"gemma3": 103, "phi3": 106, "phi4mini": 107}  # of others than a model's number
 
 
 def states(cache: DynamicCache, config: Any) -> dict[str, np.ndarray]:
