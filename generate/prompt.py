@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
             start = partial(llm.stream, prompt, suffix=args.suffix)
         else:
             messages = [*system_message(args.system), {"role": "user", "content": prompt}]
-            how = {"think": args.think, "parse_special": args.parse_special}
+            how = rendering(args)
             if form:
                 _check_answers(llm, llm.prepare_chat(messages, **how), next(iter(form)))
             start = partial(llm.stream_chat, messages, **how)
@@ -42,6 +42,12 @@ def run(args: argparse.Namespace) -> int:
         if args.stats and stream.stats:
             print(figures(stream.stats), file=sys.stderr)
         return INTERRUPTED if stream.finish_reason == "cancelled" else 0
+
+
+def rendering(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of a chat's prompt that the flags give."""
+    effort = {} if args.reasoning_effort is None else {"template": {EFFORT: args.reasoning_effort}}
+    return {"think": args.think, "parse_special": args.parse_special, **effort}
 
 
 def _form(args: argparse.Namespace) -> dict[str, Any]:
@@ -67,6 +73,8 @@ def check_template(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
         raise UsageError(f"--suffix: {without_tokens(tokenizer)}")
     if args.raw or args.suffix is not None:
         return
+    if args.reasoning_effort is not None and EFFORT not in (tokenizer.chat_template or ""):
+        raise UsageError(f"{args.model} has no chat template that reads {EFFORT}; leave --reasoning-effort out")
     if tokenizer.chat_template is not None:
         messages = [*system_message(args.system), {"role": "user", "content": "a"}]
         tokenizer.chat_prompt(messages, think=args.think, parse_special=args.parse_special)
@@ -81,6 +89,9 @@ def check_template(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
 def system_message(text: str | None) -> list[dict[str, Any]]:
     """Return the messages that a conversation begins with: the system prompt, or none."""
     return [] if text is None else [{"role": "system", "content": text}]
+
+
+EFFORT = "reasoning_effort"  # a variable of templates
 
 
 class UndecodableError(BimetalError):

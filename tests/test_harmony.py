@@ -1,5 +1,6 @@
 """Replies in the harmony format of gpt-oss: channels, calls, prompts, and guides."""
 
+import io
 import json
 
 import pytest
@@ -10,9 +11,10 @@ from common.chat import render
 from common.errors import UsageError
 from common.harmony import arranged, reply_parser, turn_ends
 from common.reply import Parts
-from common.tokenizer import load_tokenizer
+from common.tokenizer import Tokenizer, load_tokenizer
 from common.tools import HARMONY, find_syntax
 from common.turns import reply_header, turns_of
+from generate.__main__ import main
 
 START = "<|start|>assistant"
 ANALYSIS, FINAL, COMMENTARY = (f"<|channel|>{name}<|message|>" for name in ("analysis", "final", "commentary"))
@@ -225,3 +227,27 @@ def test_what_the_next_turn_repeats(tokenizer):
     turns = turns_of(tokenizer.chat_prompt, messages, prompt, reply_header(tokenizer.chat_prompt), ends)
     assert tokenizer.decode(prompt.tokens[: turns.shared]) == PROMPT  # the reasoning is dropped after the answer
     assert turns.begun == len(prompt.tokens)
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def test_the_effort_of_a_prompt_and_of_a_chat(tmp_path, monkeypatch, capsys):
+    template = HARMONY_TEMPLATE + "{{ '' if reasoning_effort is not defined else reasoning_effort }}"
+    folder = str(write(tmp_path / "model", template=template, control=HARMONY_TOKENS))
+    prompts = []
+    rendered = Tokenizer.chat_prompt
+    monkeypatch.setattr(Tokenizer, "chat_prompt", lambda *a, **k: prompts.append(rendered(*a, **k)) or prompts[-1])
+    flags = ["--backend", "numpy", "--max-tokens", "1", "--reasoning-effort", "high"]
+    assert main(["--model", folder, "--prompt", "a", *flags]) == 0
+    assert any(prompt.text.endswith(f"{START}high") for prompt in prompts)
+    prompts.clear()
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n/quit\n"))
+    assert main(["--model", folder, "--chat", *flags]) == 0
+    assert any(prompt.text.endswith(f"{START}high") for prompt in prompts)
+    capsys.readouterr()
+    plain = str(write(tmp_path / "plain"))
+    assert main(["--model", plain, "--prompt", "a", *flags]) == 2
+    assert "has no chat template that reads reasoning_effort; leave --reasoning-effort out" in capsys.readouterr().err
+    assert main(["--model", folder, "--prompt", "a", "--raw", *flags]) == 2
+    assert "--reasoning-effort and --raw exclude each other" in capsys.readouterr().err
