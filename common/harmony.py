@@ -50,7 +50,8 @@ class HarmonyParser:
         self._shown = set[str]()  # the kinds of the messages so far
         self._reasons, self._is_cut = True, False
         self.calls = 0
-        self.push(prompt.rpartition(START)[2].removeprefix("assistant") + begun, Parts())
+        _, start, opened = prompt.rpartition(START)
+        self.push((opened.removeprefix("assistant") if start else "") + begun, Parts())
         if begun:
             self._held = ""
 

@@ -141,6 +141,7 @@ def test_a_reply_that_goes_on():
 def test_a_prompt_may_open_the_answer():
     everywhere(HARMONY_TEMPLATE, "Hi!", ("Hi!", "", []), prompt=PROMPT + FINAL)
     assert not reply_parser(HARMONY_TEMPLATE, PROMPT + FINAL).in_reasoning
+    everywhere(HARMONY_TEMPLATE, f"{FINAL}Hi!", ("Hi!", "", []), prompt="Hello?")
 
 
 def test_which_tokens_are_reasoning():
