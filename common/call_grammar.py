@@ -8,20 +8,28 @@ from typing import Any
 from common.errors import UsageError
 from common.grammar import json_rule
 from common.tokenizer import Tokenizer
-from common.tools import CLOSE, GLM, HERMES, MISTRAL, MISTRAL_LIST, OPEN, QWEN_XML, Schemas, Syntax
+from common.tools import CLOSE, GLM, HARMONY, HERMES, MISTRAL, MISTRAL_LIST, OPEN, QWEN_XML, Schemas, Syntax
+from common.tools import HARMONY_CHANNEL as CHANNEL
+from common.tools import HARMONY_MESSAGE as MESSAGE
+from common.tools import HARMONY_START as START
 
 REPLY = "the reply"  # what has the schema of JSON that is no call, in errors
 MOST_CALLS = 16  # of one reply
 MOST_RULES = 1 << 20  # characters of a tool's rules
 
 
-def reply_grammar(schema: Any, calls: str) -> str:
+def reply_grammar(schema: Any, calls: str, head: str = "") -> str:
     """Write a Lark grammar of a reply: JSON of `schema`, or the calls of `call_rules`; if both are given, either one.
 
-    schema  None: no JSON; calls: "" without
+    schema  None: no JSON; calls: "" without; head: what precedes JSON, in the language of the grammar
     """
-    starts = (["reply"] if schema is not None else []) + (["calls"] if calls else [])
+    starts = ([f"{head} reply".lstrip()] if schema is not None else []) + (["calls"] if calls else [])
     return f"start: {' | '.join(starts)}\n" + (json_rule("reply", schema, REPLY) if schema is not None else "") + calls
+
+
+def literal(tokenizer: Tokenizer, text: str) -> str:
+    """Write a text in the language of grammars; control tokens in it stand for themselves."""
+    return _Literals(tokenizer).of(text)
 
 
 def call_rules(syntax: Syntax, tools: Schemas, tokenizer: Tokenizer, several: bool) -> str:
@@ -32,7 +40,8 @@ def call_rules(syntax: Syntax, tools: Schemas, tokenizer: Tokenizer, several: bo
     literals = _Literals(tokenizer)
     names = [f"call_{at}" for at in range(len(tools))]
     between = "" if syntax is MISTRAL else literals.of("\n")
-    more = f" ({between} call){{0,{MOST_CALLS - 1}}}" if several and syntax is not MISTRAL_LIST else ""
+    has_several = several and syntax not in (MISTRAL_LIST, HARMONY)  # the latter ends a reply with a call
+    more = f" ({between} call){{0,{MOST_CALLS - 1}}}" if has_several else ""
     rules = [f"calls: call{more}\n", f"call: {' | '.join(names)}\n"]
     for rule, (name, schema) in zip(names, tools.items(), strict=True):
         rules.append(build(rule, name, schema, literals))
@@ -74,6 +83,11 @@ def _mistral_list(rule: str, name: str, schema: Mapping[str, Any], literals: _Li
     """Write a list of one call: the tag is before the list, so that another call would be another item."""
     begin = f'{MISTRAL.open} [{{"name": {json.dumps(name)}, "arguments": '
     return _json_call(rule, name, schema, literals, (begin, "}]"))
+
+
+def _harmony(rule: str, name: str, schema: Mapping[str, Any], literals: _Literals) -> str:
+    head = f"{START}assistant{CHANNEL}commentary to=functions.{name} <|constrain|>json{MESSAGE}"
+    return _json_call(rule, name, schema, literals, (head, ""))
 
 
 def _json_call(rule: str, name: str, schema: Mapping[str, Any], literals: _Literals, around: tuple[str, str]) -> str:
@@ -131,4 +145,11 @@ def _object(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", **closed, **schema}
 
 
-BUILD = {HERMES: _hermes, QWEN_XML: _qwen_xml, GLM: _glm, MISTRAL: _mistral, MISTRAL_LIST: _mistral_list}
+BUILD = {
+    HERMES: _hermes,
+    QWEN_XML: _qwen_xml,
+    GLM: _glm,
+    MISTRAL: _mistral,
+    MISTRAL_LIST: _mistral_list,
+    HARMONY: _harmony,
+}

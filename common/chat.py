@@ -13,9 +13,10 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from common.errors import BimetalError, UsageError, shown
+from common.harmony import arranged, described
 from common.rules import ITEMS
 from common.template import TemplateStoppedError, run
-from common.tools import lacks_tools, schemas, spelled_out
+from common.tools import is_harmony, lacks_tools, schemas, spelled_out
 
 Message = Mapping[str, Any]
 
@@ -180,6 +181,10 @@ def _thinking(template: str, think: bool) -> dict[str, bool]:
     """Return the variable that turns thinking on or off in a chat template."""
     if "enable_thinking" in template:
         return {"enable_thinking": think}
+    if is_harmony(template):
+        if think:
+            return {}
+        raise UsageError("the model always reasons; reasoning_effort, a variable of its chat template, may be low")
     if think:
         raise UsageError("the model's chat template cannot turn thinking on; leave think out")
     if "<think>" in template:
@@ -217,6 +222,8 @@ def _inputs(
     chat = [_prepare(message, at, template) for at, message in enumerate(messages)]
     if tools and lacks_tools(template):
         chat, tools = spelled_out(chat, tools), None
+    if is_harmony(template):
+        chat, tools = arranged(chat), described(tools or ())
     given = {"messages": chat, "tools": list(tools) if tools else None, "documents": None}
     return given | {"add_generation_prompt": add_generation_prompt} | more
 

@@ -50,6 +50,20 @@ def _llama(c: Any, values: Values) -> Values:
     )
 
 
+def _phi3(c: Any, values: Values) -> Values:
+    """Return keys without the head size, which readers derive; a window of 0 is none."""
+    original = c.original_context or values.get("original_max_position_embeddings") or c.context
+    return {
+        "attention.head_count": c.heads,
+        "attention.head_count_kv": c.kv_heads,
+        "attention.sliding_window": c.window or 0,
+        "block_count": c.layers,
+        "feed_forward_length": c.ffn,
+        "rope.dimension_count": 2 * len(c.rope.frequencies),
+        "rope.scaling.original_context_length": original,
+    }
+
+
 def _qwen3moe(c: Any, values: Values) -> Values:
     return _llama(c, values) | {
         "feed_forward_length": values.get("intermediate_size", c.experts.ffn),  # of no layer, but converters write it
@@ -57,6 +71,13 @@ def _qwen3moe(c: Any, values: Values) -> Values:
         "expert_used_count": c.experts.top_k,
         "expert_feed_forward_length": c.experts.ffn,
     }
+
+
+def _qwen3vl(c: Any, values: Values) -> Values:
+    """Return the keys of Qwen3, and the pairs of each head that turn by time, height and width."""
+    group = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    keys = _qwen3moe(c, values) if c.experts else _llama(c, values)
+    return keys | {"rope.dimension_sections": [*group.get("mrope_section", (24, 20, 20)), 0]}
 
 
 def _qwen35(c: Any, values: Values) -> Values:
@@ -173,9 +194,14 @@ FAMILIES = {  # by config.json's model_type
     "llama": Family("llama", _llama),
     "mistral": Family("llama", _llama),
     "mistral3": Family("llama", _llama),
+    "phi3": Family("phi3", _phi3, pre="dbrx"),
     "qwen2": Family("qwen2", _llama),
     "qwen3": Family("qwen3", _llama),
     "qwen3_moe": Family("qwen3moe", _qwen3moe),
+    "qwen3_vl": Family("qwen3vl", _qwen3vl),
+    "qwen3_vl_text": Family("qwen3vl", _qwen3vl),
+    "qwen3_vl_moe": Family("qwen3vlmoe", _qwen3vl),
+    "qwen3_vl_moe_text": Family("qwen3vlmoe", _qwen3vl),
     "wedlm": Family("wedlm", _llama),
     "qwen3_next": Family("qwen3next", _qwen35),
     "qwen3_5": Family("qwen35", _qwen35),

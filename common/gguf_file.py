@@ -71,9 +71,7 @@ def converted(
     keys, divisors = gguf_keys(checkpoint, definition)
     file = stand_in(checkpoint, keys, divisors, layout.top.get("head") is None)
     written = definition.layout(definition.read_config(file), file)
-    outputs = []
-    if divisors is not None:
-        outputs.append(output_of("rope_freqs.weight", dense("rope_freqs.weight", divisors), format=Format("F32")))
+    outputs = [output_of(name, dense(name, each), format=Format("F32")) for name, each in divisors.items()]
     for ours, theirs in zip((layout.top, *layout.layers), (written.top, *written.layers), strict=True):
         for name, entry in ours.items():
             other = theirs[name]

@@ -62,8 +62,11 @@ def _key(name: str, value: Any) -> Key:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def gguf_keys(checkpoint: Checkpoint, definition: ModuleType) -> tuple[list[Key], np.ndarray | None]:
-    """Return the metadata of a Hugging Face checkpoint, and the divisors of rope frequencies, for `rope_freqs.weight`.
+Divisors = dict[str, np.ndarray]  # of rope frequencies, by the names of tensors
+
+
+def gguf_keys(checkpoint: Checkpoint, definition: ModuleType) -> tuple[list[Key], Divisors]:
+    """Return the metadata of a Hugging Face checkpoint, and the tensors that state its rope beside them.
 
     Raises BimetalError for families and settings that a GGUF file cannot state.
     """
@@ -106,7 +109,7 @@ def _pooling_keys(checkpoint: Checkpoint, architecture: str) -> list[Key]:
     return [_key(f"{architecture}.pooling_type", numbers[stated_pooling(checkpoint)])]
 
 
-def _rope(keys: Keys, rope: Rope, default_theta: float) -> tuple[dict[str, Any], np.ndarray | None]:
+def _rope(keys: Keys, rope: Rope, default_theta: float) -> tuple[dict[str, Any], Divisors]:
     theta = keys.positive("rope_parameters.rope_theta", keys.positive("rope_theta", default_theta))
     group = keys.read("rope_parameters", dict, {}) or keys.read("rope_scaling", dict, {})
     out: dict[str, Any] = {"rope.freq_base": theta}
@@ -122,11 +125,15 @@ def _rope(keys: Keys, rope: Rope, default_theta: float) -> tuple[dict[str, Any],
         case "llama3":
             count = len(rope.frequencies)
             base = theta ** (-np.arange(count) / count)
-            return out, (base / np.array(rope.frequencies)).astype(np.float32)
-    return out, None
+            return out, {"rope_freqs.weight": (base / np.array(rope.frequencies)).astype(np.float32)}
+        case "longrope" | "su":
+            out["rope.scaling.attn_factor"] = float(rope.magnitude)
+            names = {f"rope_factors_{kind}.weight": f"{kind}_factor" for kind in ("long", "short")}
+            return out, {tensor: np.array(group[name], np.float32) for tensor, name in names.items()}
+    return out, {}
 
 
-def stand_in(checkpoint: Checkpoint, keys: list[Key], divisors: np.ndarray | None, tied: bool) -> Checkpoint:
+def stand_in(checkpoint: Checkpoint, keys: list[Key], divisors: Divisors, tied: bool) -> Checkpoint:
     """Make a GGUF checkpoint of these keys whose tensors have shapes and no values, so that a model can read it."""
     tensors = dict(checkpoint.tensors)
     for written, suffix in SHAPES_READ.items():
@@ -135,15 +142,11 @@ def stand_in(checkpoint: Checkpoint, keys: list[Key], divisors: np.ndarray | Non
             tensors[written] = found
     if not tied:
         tensors["output.weight"] = tensors["token_embd.weight"]
-    if divisors is not None:
-        data = divisors.view(np.uint8)
-        tensors["rope_freqs.weight"] = Tensor("rope_freqs.weight", "F32", divisors.shape, data)
+    tensors |= {name: Tensor(name, "F32", each.shape, each.view(np.uint8)) for name, each in divisors.items()}
     return Checkpoint(checkpoint.path, "gguf", {key.name: key.value for key in keys}, tensors)
 
 
-def _check(
-    checkpoint: Checkpoint, definition: ModuleType, config: Any, keys: list[Key], divisors: np.ndarray | None
-) -> None:
+def _check(checkpoint: Checkpoint, definition: ModuleType, config: Any, keys: list[Key], divisors: Divisors) -> None:
     read = definition.read_config(stand_in(checkpoint, keys, divisors, config.tied))
     for field in fields(config):
         ours, theirs = getattr(config, field.name), getattr(read, field.name)

@@ -28,7 +28,13 @@ from common.tensors import Tensor
 from common.tokenizer import Tokenizer
 from common.weights import Layout, Matrix, Stored, canonical, dense
 
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "wedlm": WEDLM}
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "wedlm": WEDLM,
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ def _load(checkpoint: Checkpoint, source: Stored, name: str) -> Tensor:
 
 
 def _config(checkpoint: Checkpoint, family: str, c: Any) -> dict[str, Any]:
-    """Write the config.json of a GGUF file of Llama, Qwen2, Qwen3 or WeDLM."""
+    """Write the config.json of a GGUF file of one of FAMILIES."""
     keys = Keys(checkpoint.config, str(checkpoint.path), prefix=family + ".", nested=False)
     card: dict[str, Any] = {
         "architectures": [FAMILIES[family]],
@@ -113,6 +119,8 @@ def _config(checkpoint: Checkpoint, family: str, c: Any) -> dict[str, Any]:
     }
     if c.mask_id is not None:
         card |= {"mask_token_id": c.mask_id, "qk_norm": c.norms_heads, "attention_bias": c.has_biases}
+    if family == "phi3":
+        return card | _phi3(checkpoint, keys, c)
     kind = keys.get("rope.scaling.type") or "none"
     if kind != "none":
         scaling = {"rope_type": kind, "factor": keys.positive("rope.scaling.factor")}
@@ -124,6 +132,20 @@ def _config(checkpoint: Checkpoint, family: str, c: Any) -> dict[str, Any]:
     elif (table := checkpoint.tensors.get("rope_freqs.weight")) is not None:
         card["rope_scaling"] = _llama3(np.array(c.rope.frequencies), dequantize(table).ravel().astype(np.float64))
     return card
+
+
+def _phi3(checkpoint: Checkpoint, keys: Keys, c: Any) -> dict[str, Any]:
+    """Return what Phi's config.json has beside the keys of others: its window and its rope."""
+    more = {
+        "partial_rotary_factor": 2 * len(c.rope.frequencies) / c.head_dim,
+        "sliding_window": c.window,
+        "original_max_position_embeddings": keys.size("rope.scaling.original_context_length", c.context),
+    }
+    if c.short_rope is None:
+        return more
+    tables = {f"{kind}_factor": checkpoint.tensors[f"rope_factors_{kind}.weight"] for kind in ("long", "short")}
+    lists = {name: dequantize(table).ravel().tolist() for name, table in tables.items()}
+    return more | {"rope_scaling": {"type": "longrope", **lists}}
 
 
 def _llama3(frequencies: np.ndarray, divisors: np.ndarray) -> dict[str, Any]:

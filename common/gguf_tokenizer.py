@@ -1,7 +1,7 @@
 """The tokenizer that a GGUF file's metadata describe: vocabulary, merges, token types, the name of a pre-tokenizer."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,7 @@ _PRE = {
     "tekken": _Pre((_TEKKEN,), ignore_merges=True, add_bos=True),
     "glm4": _Pre((_LLAMA3,), ignore_merges=True),
     "chatglm-bpe": _Pre((_LLAMA3,)),
+    "dbrx": _Pre((_LLAMA3,)),
     "laguna": _Pre((_NEWLINE_RUN, _QWEN2)),
 }
 
@@ -127,9 +128,10 @@ def from_gguf(config: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
         raise BimetalError(f"there are {len(tokens)} tokens but {len(types)} entries in tokenizer.ggml.token_type")
     try:
         backend, add_bos = _backend(metadata, model, tokens, types)
+        stripping = _strips_after(config.get("general.architecture"), model)
         backend.add_tokens(
             [
-                AddedToken(token, special=type != _USER_DEFINED, normalized=False)
+                AddedToken(token, special=type != _USER_DEFINED, normalized=False, rstrip=stripping(token))
                 for token, type in zip(tokens, types, strict=True)
                 if type in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
             ]
@@ -149,6 +151,11 @@ def from_gguf(config: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
         chat_templates=metadata.templates(),
         fim={role: next((id for id in ids if id is not None), None) for role, ids in fim.items()},
     )
+
+
+def _strips_after(architecture: Any, model: str) -> Callable[[str], bool]:
+    """Return a test for tokens that take white space after them, which GGUF files do not state: Phi-3's own."""
+    return lambda token: architecture == "phi3" and model == "llama" and token not in ("<unk>", "<s>", "<|endoftext|>")
 
 
 def _backend(metadata: _Metadata, model: str, tokens: list[str], types: list[int]) -> tuple[Backend, bool]:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from common.reply import Tags
 from common.tokenizer import Tokenizer
 
 
@@ -28,7 +29,7 @@ class AfterReasoning:
     """Leaves the reasoning unrestricted, ends it after `budget` tokens, and restricts the reply after it by `inner`.
 
     tokenizer  of the model, whose logits have `vocab` tokens
-    tags       what opens and what closes the reasoning
+    tags       Tags of the reasoning
     is_open    whether the prompt has opened the reasoning; else the reply may do so
     inner      makes the guide of the reply after the reasoning; None: it is unrestricted
     budget     most tokens of the reasoning, the closing tag not counted; None: any number
@@ -39,14 +40,14 @@ class AfterReasoning:
         self,
         tokenizer: Tokenizer,
         vocab: int,
-        tags: tuple[str, str],
+        tags: Tags,
         is_open: bool,
         inner: Callable[[], Guide] | None,
         budget: int | None,
         spills: Mapping[bytes, Sequence[int]],
     ):
         self._tokenizer, self._vocab = tokenizer, vocab
-        self._opening, self._closing = (tag.encode() for tag in tags)
+        self._opening, self._closing, self._early = tags.opening.encode(), tags.closing.encode(), tags.early
         self._inner, self._budget, self._spills = inner, budget, spills
         self._guide: Guide | None = None
         self._reasons = is_open
@@ -54,18 +55,19 @@ class AfterReasoning:
         self._text = b""  # of the reasoning so far, or of the reply before it
         self._forced: list[int] = []
         self._count = 0
-        if not is_open and inner is not None:  # a reply that must follow a grammar cannot open its reasoning itself
-            self._end()
+        if not is_open and inner is not None:
+            if tags.begins:
+                self._forced = tokenizer.encode(tags.opening, False)
+            else:  # a reply that must follow a grammar cannot open its reasoning itself
+                self._end()
 
     def allowed(self) -> np.ndarray | None:
         if self._ended:
             return None if self._guide is None else self._guide.allowed()
         if self._reasons and self._budget is not None and self._count >= self._budget and not self._forced:
-            self._forced = self._tokenizer.encode(f"\n{self._closing.decode()}\n\n", False)
+            self._forced = self._tokenizer.encode(self._early, False)
         if self._forced:
-            mask = np.zeros(self._vocab, bool)
-            mask[self._forced[0]] = True
-            return mask
+            return only(self._forced[0], self._vocab)
         if not self._reasons or self._inner is None:
             return None
         mask = np.ones(self._vocab, bool)
@@ -81,8 +83,9 @@ class AfterReasoning:
             return
         if self._forced:
             del self._forced[0]
-            if not self._forced:
+            if not self._forced and self._reasons:
                 self._end()
+            self._reasons |= not self._forced
             return
         known = token < self._tokenizer.vocab_size
         self._text += self._tokenizer.token_bytes(token) if known else b""
@@ -101,6 +104,32 @@ class AfterReasoning:
     def _end(self) -> None:
         self._ended = True
         self._guide = None if self._inner is None else self._inner()
+
+
+class Begun:
+    """Begins with the tokens `head`, and restricts what follows by the guide that `inner` makes.
+
+    vocab  number of logits of a row
+    """
+
+    def __init__(self, head: Sequence[int], vocab: int, inner: Callable[[], Guide]):
+        self._left, self._vocab, self._inner = list(head), vocab, inner()
+
+    def allowed(self) -> np.ndarray | None:
+        return only(self._left[0], self._vocab) if self._left else self._inner.allowed()
+
+    def accept(self, token: int) -> None:
+        if self._left:
+            del self._left[0]
+        else:
+            self._inner.accept(token)
+
+
+def only(token: int, vocab: int) -> np.ndarray:
+    """Return a mask (vocab,) bool of one token."""
+    mask = np.zeros(vocab, bool)
+    mask[token] = True
+    return mask
 
 
 class AtLeast:

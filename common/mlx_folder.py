@@ -23,7 +23,7 @@ from common.recipe import Choice, Weight, choice_of
 from common.safetensors import MODES
 from common.tensors import Tensor
 from common.wedlm_calibration import NAME as CALIBRATION
-from common.weights import Layout, Stored, canonical, dense
+from common.weights import Layout, Stored, canonical, dense, exchanged
 
 SPLIT = {"k_up": "embed_q", "v_up": "unembed_out"}  # what mlx-lm makes of GLM's kv_b_proj, by our names
 KEPT_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # tokenizers, templates, settings, code
@@ -48,6 +48,8 @@ def folder_outputs(
                 outputs.append(_stacked(checkpoint, new_name, weight, choice_of(weight, choices)))
         elif name in split and choice.format is not None:
             outputs += [_part(checkpoint, new_name, weight, choice.format, *part) for part in split[name]]
+        elif weight.stored.fix is exchanged:
+            outputs += _exchanged(checkpoint, new_name, weight, choice)
         else:
             for module, part in _as_modules(new_name, tensor, choice.format):
                 outputs.append(output_of(module, part, weight.kind, choice.format, choice.reason))
@@ -89,6 +91,25 @@ def _stacked(checkpoint: Checkpoint, name: str, weight: Weight, choice: Choice) 
     return Output(module, weight.kind, shape, type_, choice.format, lambda: first, choice.reason, tensors)
 
 
+def _exchanged(checkpoint: Checkpoint, name: str, weight: Weight, choice: Choice) -> list[Output]:
+    """Divide a stack of experts whose rows and columns are exchanged into the modules of mlx-lm."""
+    stem, _, leaf = name.rpartition(".experts.")
+    parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+    count, rows, columns = weight.stored.shape
+    shape, type_ = (count, rows // len(parts), columns), float_type(weight.tensor)
+
+    def load(at: int) -> Tensor:
+        own = slice(at * shape[1], (at + 1) * shape[1])
+        tensor = canonical(checkpoint, weight.stored, unseen=True)
+        return Tensor(tensor.name, tensor.type, shape, tensor.data[:, own])
+
+    format = choice.format or Format(type_ if type_ in FLOAT_TYPES else "F32")
+    return [
+        Output(f"{stem}.switch_mlp.{p}.weight", weight.kind, shape, type_, format, partial(load, at), choice.reason)
+        for at, p in enumerate(parts)
+    ]
+
+
 def _mlx_name(checkpoint: Checkpoint, name: str) -> str:
     """Return mlx-lm's name of a tensor: the text model of Qwen3.5, and of Gemma 3 beside a vision tower, is
     `language_model` there.
@@ -96,7 +117,9 @@ def _mlx_name(checkpoint: Checkpoint, name: str) -> str:
     family = str(checkpoint.config.get("model_type"))
     if family == "gemma3" and name.startswith(("model.vision_tower.", "model.multi_modal_projector.")):
         return name.removeprefix("model.")
-    wraps = family.startswith("qwen3_5") or family == "gemma3"
+    if family.startswith("qwen3_vl") and name.startswith(("model.visual.", "visual.")):
+        return "vision_tower." + name.removeprefix("model.").removeprefix("visual.")
+    wraps = family.startswith(("qwen3_5", "qwen3_vl")) or family == "gemma3"
     if not wraps or name.startswith(("language_model.", "vision_tower.", "multi_modal_projector.")):
         return name
     if name.startswith("model.language_model."):

@@ -6,7 +6,7 @@ import numpy as np
 
 from common.decode.run import DecodeStats, WedlmStats
 from common.expert_stats import ExpertStats
-from common.reply import Parts, ReplyParser
+from common.reply import Parser, Parts
 from common.sampling import best_of, log_softmax
 
 LEAST_TIMED = 4  # tokens; with fewer the time is mostly that of the first step
@@ -103,7 +103,7 @@ class Piece(Parts):
 class PieceParser:
     """Moves reasoning and tool calls out of the text of a reply; without a parser pieces stay as they are."""
 
-    def __init__(self, parser: ReplyParser | None):
+    def __init__(self, parser: Parser | None):
         self.parser, self.out = parser, Piece()
 
     def push(self, piece: Piece) -> Piece | None:

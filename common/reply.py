@@ -3,11 +3,26 @@
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from common.tools import OPEN, read_call, read_cut_call, schemas, syntax_of
 
 THINK, END_THINK = "<think>", "</think>"
+
+
+class Tags(NamedTuple):
+    """Texts around reasoning: what opens and what closes it, and what closes it before its end.
+
+    begins  whether every reply begins with reasoning that it opens itself
+    """
+
+    opening: str
+    closing: str
+    early: str
+    begins: bool = False
+
+
+THINKING = Tags(THINK, END_THINK, f"\n{END_THINK}\n\n")
 
 
 @dataclass(slots=True)
@@ -20,6 +35,22 @@ class Parts:
     text: str = ""
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Parser(Protocol):
+    """Parser of one reply, by the format of its chat template; `calls` counts the calls so far."""
+
+    calls: int
+
+    @property
+    def in_reasoning(self) -> bool: ...
+
+    @property
+    def takes_calls(self) -> bool: ...
+
+    def push(self, text: str, parts: Parts) -> None: ...
+
+    def finish(self, parts: Parts, is_cut: bool = False) -> None: ...
 
 
 class ReplyParser:
@@ -58,6 +89,11 @@ class ReplyParser:
     def in_reasoning(self) -> bool:
         """Test whether what was read so far ends in the reasoning."""
         return self._state == self._reasoning
+
+    @property
+    def takes_calls(self) -> bool:
+        """Test whether calls are parsed."""
+        return self._syntax is not None
 
     def push(self, text: str, parts: Parts) -> None:
         """Read more of the reply, and add the parts that can no longer change to `parts`."""
@@ -193,10 +229,8 @@ class ReplyParser:
             return []
 
     def _add(self, parts: Parts, function: dict[str, str]) -> None:
-        """Add a call with an id that is random under a seed too: ids must differ between turns."""
         assert self._syntax
-        id = f"call_{secrets.token_hex(12)}" if self._syntax.id is None else secrets.token_hex(16)[: self._syntax.id]
-        parts.tool_calls.append({"index": self.calls, "id": id, "type": "function", "function": function})
+        parts.tool_calls.append(call_object(self.calls, function, self._syntax.id))
         self.calls += 1
 
     def _show(self, parts: Parts, until: int) -> None:
@@ -204,6 +238,15 @@ class ReplyParser:
         parts.text += text
         if text:
             self._shown, self._after_call = True, False
+
+
+def call_object(index: int, function: dict[str, str], characters: int | None = None) -> dict[str, Any]:
+    """Return a call of `Parts` with an id that is random under a seed too: ids must differ between turns.
+
+    characters  of the id; None: any number
+    """
+    id = f"call_{secrets.token_hex(12)}" if characters is None else secrets.token_hex(16)[:characters]
+    return {"index": index, "id": id, "type": "function", "function": function}
 
 
 def overlap(text: str, tag: str) -> int:

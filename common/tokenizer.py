@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 # Tokens that end a reply in the families we run; files often declare only one of theirs.
 _END_TOKENS = (
     *("<|im_end|>", "<|endoftext|>"),  # Qwen, SmolLM
+    "<|end|>",  # Phi
     *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>"),  # Llama
     *("<|user|>", "<|observation|>"),  # GLM
     *("</assistant>", "〈|EOS|〉"),  # Laguna
     "<end_of_turn>",  # Gemma
+    *("<|return|>", "<|call|>"),  # gpt-oss, whose <|end|> ends a message of several in a reply
 )
 
 _MAX_SPACES = 1 << 20  # in a row; the package's regular expressions give up at ten times as many
@@ -95,6 +97,8 @@ class Tokenizer:
         self.end_ids = frozenset(end_ids) | {id for id in named if id in added}
         if eos_id is not None:
             self.end_ids |= {eos_id}
+        if self.token_to_id("<|call|>") in added:
+            self.end_ids -= {self.token_to_id("<|end|>")}
         self.fim = find_fim(self.token_to_id, fim or {})
         self._control = self._special | ((self.end_ids | self.fim.ids) & added.keys())
         cuts = cuts_of(added, self._control) if self._byte_level else None

@@ -1,12 +1,13 @@
 """Parse tool calls as models write them: find the syntax that a chat template shows, and read a call in it.
 
-Four syntaxes cover the supported families. In three, each call is enclosed by <tool_call> and </tool_call>:
+Five syntaxes cover the supported families. In three, each call is enclosed by <tool_call> and </tool_call>:
 
     Hermes, Qwen2.5, Qwen3      {"name": NAME, "arguments": {...}}
     Qwen3-Coder, Qwen3.5/3.6    <function=NAME> <parameter=KEY>⏎VALUE⏎</parameter> ... </function>
     GLM-4.5 to 4.7, Laguna      NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> ...
 
 The last two write strings unquoted and other values as JSON; the tool's JSON schema determines which one a value is.
+Gpt-oss writes a call as a message of its own, to a recipient (common/harmony.py).
 Calls of Mistral's models follow [TOOL_CALLS] up to the next one, or to the end of the reply: a list of Hermes's
 objects, or NAME[ARGS]{...} in newer models.
 """
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 from common.errors import UsageError, shown
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+HARMONY_START, HARMONY_CHANNEL, HARMONY_MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 
 Schemas = Mapping[str, Mapping[str, Any]]  # a tool's name to the JSON schema of its parameters
 Call = tuple[str, dict[str, Any]]  # name and arguments
@@ -58,8 +60,15 @@ class Syntax(NamedTuple):
         return [body] if self.close or not text.startswith("[") else _items(text)
 
 
+def is_harmony(template: str) -> bool:
+    """Test whether a chat template writes messages in the format of common/harmony.py."""
+    return all(tag in template for tag in (HARMONY_START, HARMONY_CHANNEL, HARMONY_MESSAGE))
+
+
 def find_syntax(template: str) -> Syntax | None:
     """Return the syntax that a chat template shows its model; None if it is none of ours."""
+    if is_harmony(template):
+        return HARMONY
     if MISTRAL.open in template and "[ARGS]" in template:
         return MISTRAL
     if MISTRAL.open in template and "arguments" in template:
@@ -79,8 +88,8 @@ def syntax_of(template: str) -> Syntax | None:
 
 
 def lacks_tools(template: str) -> bool:
-    """Test whether a chat template has no place for tools."""
-    return "tools" not in template
+    """Test whether a chat template has no place for tools; that of Phi-4-mini reads them from a message alone."""
+    return not re.search(r"""(?<![\w.'"])tools\b(?!['"])""", template)
 
 
 TEACHING = """You may call functions, whose signatures are:
@@ -231,6 +240,20 @@ def _mistral_cut(body: str, schemas: Schemas) -> tuple[str, str] | None:
     return _hermes_cut(body, schemas) if begun is None else (begun[1], _first_json(body[begun.end() :] or "{"))
 
 
+def _harmony(body: str, schemas: Schemas) -> Call | None:
+    """Parse NAME<|message|>JSON, which HarmonyParser puts together; without any JSON the call has no arguments."""
+    name, _, text = body.partition(HARMONY_MESSAGE)
+    arguments = _json(text.strip() or "{}")
+    if arguments is not None and not isinstance(arguments, dict):
+        raise ValueError("no arguments")
+    return None if arguments is None else (name, arguments)
+
+
+def _harmony_cut(body: str, schemas: Schemas) -> tuple[str, str]:
+    name, _, text = body.partition(HARMONY_MESSAGE)
+    return name, _first_json(text.strip() or "{")
+
+
 class _Tags(NamedTuple):
     """Patterns of a name and arguments between tags.
 
@@ -340,6 +363,7 @@ QWEN_XML = Syntax(
 )
 MISTRAL = Syntax(_mistral, _mistral_cut, open="[TOOL_CALLS]", close="", id=9)  # its templates refuse other ids
 MISTRAL_LIST = MISTRAL._replace(lead="[")
+HARMONY = Syntax(_harmony, _harmony_cut, close="<|call|>")
 GLM = Syntax(*_tagged(f"({_NAME})", r"<arg_key>([^<]+)</arg_key>\s*<arg_value>", "</arg_value>", "", framed=False))
 
 

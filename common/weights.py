@@ -366,3 +366,10 @@ def column_groups(index: np.ndarray, width: int) -> Fix:
         )
 
     return Reordering(1, fix)
+
+
+def exchanged(tensor: Tensor) -> Tensor:
+    """Exchange rows and columns of each matrix of a stack, of floats."""
+    count, rows, columns = tensor.shape
+    items = tensor.data.reshape(count, rows, columns, -1).swapaxes(1, 2)
+    return replace(tensor, shape=(count, columns, rows), data=np.ascontiguousarray(items).reshape(count, columns, -1))

@@ -4,7 +4,7 @@ import gc
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -305,6 +305,16 @@ def open_model(
     except BimetalError as error:
         more = "architectures that mlx-lm defines run on the backend mlx with pip install 'bimetal[mlx-lm]'"
         raise BimetalError(f"{error}; {more}") from None
+
+
+def with_rope(model: Model, tokens: int) -> Model:
+    """Return the model with the rope for sequences of at most `tokens` tokens; printed where it has two."""
+    longest = getattr(getattr(model, "config", None), "original_context", 0)
+    if not longest:
+        return model
+    kind = f"longer than {longest}" if tokens > longest else f"of at most {longest}"
+    print(f"the rope is that of sequences {kind} tokens, because they may have {tokens}", file=sys.stderr)
+    return replace(model, config=model.definition.for_context(model.config, tokens))
 
 
 def leave_thread() -> None:

@@ -16,7 +16,7 @@ from common.options import ChatOptions
 from common.terminal import printable
 from generate.line import Interrupted, line_reader
 from generate.llm import LLM, warm_up_beside
-from generate.prompt import UndecodableError, check_template, decoded, system_message
+from generate.prompt import UndecodableError, check_template, decoded, rendering, system_message
 from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show, tell_sampling
 
 COMMANDS = {
@@ -74,7 +74,7 @@ class Chat:
 
     def __init__(self, llm: LLM, args: argparse.Namespace):
         self.llm, self.show_stats = llm, args.stats
-        self.options: dict[str, Any] = args.options | {"think": args.think, "parse_special": args.parse_special}
+        self.options: dict[str, Any] = args.options | rendering(args)
         self.system: str | None = args.system
         self.history: list[dict[str, Any]] = []
         self.last_figures = "no reply yet"

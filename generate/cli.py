@@ -101,6 +101,7 @@ def _finish_text(args: argparse.Namespace) -> None:
     for flag, is_given, why in (
         ("--chat", args.chat, "a chat needs the model's template"),
         ("--think", args.think is not None, "only the model's template turns thinking on and off"),
+        ("--reasoning-effort", args.reasoning_effort is not None, "only the model's template tells it the effort"),
         ("--parse-special", args.parse_special, "control tokens in a raw prompt are always read as such"),
         ("--system", args.system is not None, "a system prompt needs the model's template"),
     ):
@@ -292,6 +293,11 @@ def _text(p: Parser) -> None:
         action=flags.Switch,
         help="reason before the answer, or not (default: as in the model's template); a terminal shows the "
         "reasoning dimmed, a pipe gets the answer alone",
+    )
+    r.add_argument(
+        "--reasoning-effort",
+        choices=("low", "medium", "high"),
+        help="how much to reason, which the template of some models, such as gpt-oss, tells them (default: its own)",
     )
     r.add_argument(
         "--parse-special",

@@ -43,7 +43,8 @@ FOREIGN_FLAGS = {  # what flags of llama.cpp, mlx-lm and vLLM are here
     **dict.fromkeys(("-ts", "--tensor-split"), "it is --split X,X"),
     **dict.fromkeys(("--prompt-cache", "--prompt-cache-file"), "it is --cache-dir DIR"),
     **dict.fromkeys(
-        ("--reasoning-budget", "--chat-template-kwargs"), "--think and --no-think turn reasoning on and off"
+        ("--reasoning-budget", "--chat-template-kwargs"),
+        "--think and --no-think turn reasoning on and off, --reasoning-effort says how much",
     ),
     **dict.fromkeys(
         ("--mirostat", "--typical", "--xtc-probability", "--dry-multiplier"), "it is not supported: try --min-p"

@@ -35,6 +35,7 @@ from common.errors import BimetalError, UsageError
 from common.expert_stats import ExpertStats
 from common.grammar import Grammars
 from common.guide import Guide
+from common.harmony import reply_parser, turn_ends
 from common.histogram import Histogram
 from common.hub import resolve_model
 from common.infill import Gap, gap_prompt
@@ -46,7 +47,7 @@ from common.pooling import POOLINGS, Pooling, stated_pooling, states_unit
 from common.prefix_cache import PrefixCache
 from common.reading import Turns
 from common.recommended import Recommended, recommended_sampling
-from common.reply import ReplyParser
+from common.reply import Parser
 from common.rerank import Prompts, Ranked, Reranker, find_reranker, frame_of, rank
 from common.sampling import Sampler
 from common.scores import logits_of, score
@@ -111,7 +112,7 @@ class Prepared:
     """
 
     tokens: list[int]
-    parser: Callable[..., ReplyParser] | None = None
+    parser: Callable[..., Parser] | None = None
     turns: Turns = field(default_factory=Turns)
     ends: frozenset[int] | None = None
 
@@ -618,9 +619,10 @@ class LLM:
         prompt = render(messages, context=self.context)
         check_not_empty(prompt.tokens)
         check_fits(len(prompt.tokens), self.context, self.trained_context)
-        parser = partial(ReplyParser, prompt.template, prompt.text, options.tools)
+        parser = partial(reply_parser, prompt.template, prompt.text, options.tools)
         header = self._reply_header(render, prompt.template, how)
-        turns = turns_of(render, messages, prompt, header, self.tokenizer.end_ids, bool(options.tools))
+        ends = turn_ends(prompt.template, self.tokenizer)
+        turns = turns_of(render, messages, prompt, header, ends, bool(options.tools))
         return Prepared(prompt.tokens, parser, turns)
 
     def _reply_header(self, render: Render, template: str, how: Mapping[str, Any]) -> list[int]:

@@ -17,7 +17,7 @@ from common.models.drafts import check_file, load_pair
 from common.models.window import bounded
 from common.options import LoadOptions
 from common.schedule import SHARED_PREFILL_ROWS
-from generate.backends import Placement, open_model
+from generate.backends import Placement, open_model, with_rope
 from generate.caches import named, with_cache
 from generate.expert_streaming import opener
 from generate.machines import is_in_group
@@ -74,6 +74,7 @@ def load_all(
         placement = replace(placement, alike=alike)
     experts = opener(options) or hot_experts(options, checkpoint, placement)
     model = open_model(checkpoint, options.backend, progress, placement, experts)
+    model = with_rope(model, options.ctx or model.config.context)
     model = with_cache(model, options, options.ctx or model.config.context)
     if options.max_kv_size is not None:
         model = bounded(model, options.max_kv_size)

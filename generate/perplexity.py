@@ -32,7 +32,7 @@ from common.perplexity import (
 )
 from common.storage import all_specs, grows
 from common.tokenizer import Tokenizer, load_tokenizer
-from generate.backends import open_model, placement_of
+from generate.backends import open_model, placement_of, with_rope
 from generate.caches import cache_of, with_cache
 from generate.loading import with_adapters
 
@@ -88,7 +88,7 @@ def _load(path: Path, args: argparse.Namespace, adapters: Sequence[str] = ()) ->
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
     model = open_model(checkpoint, args.backend, progress=True, placement=placement_of(args))
     check_head(model.config)
-    return model, tokenizer
+    return with_rope(model, window_size(args, model)), tokenizer
 
 
 def _exact_tokens(model: Model) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from common.errors import BimetalError, UsageError
 from common.infill import without_tokens
 from common.tokenizer import Tokenizer
+from common.tools import is_harmony
 from generate.interrupts import INTERRUPTED
 from generate.llm import LLM, Prepared
 from generate.perplexity import read_text
@@ -25,9 +26,9 @@ def run(args: argparse.Namespace) -> int:
             start = partial(llm.stream, prompt, suffix=args.suffix)
         else:
             messages = [*system_message(args.system), {"role": "user", "content": prompt}]
-            how = {"think": args.think, "parse_special": args.parse_special}
+            how = rendering(args)
             if form:
-                _check_answers(llm.prepare_chat(messages, **how), next(iter(form)))
+                _check_answers(llm, llm.prepare_chat(messages, **how), next(iter(form)))
             start = partial(llm.stream_chat, messages, **how)
         guide = llm.guide(**form) if form else None
         tell_sampling(llm, args.options)
@@ -43,6 +44,12 @@ def run(args: argparse.Namespace) -> int:
         return INTERRUPTED if stream.finish_reason == "cancelled" else 0
 
 
+def rendering(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of a chat's prompt that the flags give."""
+    effort = {} if args.reasoning_effort is None else {"template": {EFFORT: args.reasoning_effort}}
+    return {"think": args.think, "parse_special": args.parse_special, **effort}
+
+
 def _form(args: argparse.Namespace) -> dict[str, Any]:
     """Return the argument of `LLM.guide` that the flags give; {} for a reply of any form."""
     if args.json_schema is not None:
@@ -52,10 +59,12 @@ def _form(args: argparse.Namespace) -> dict[str, Any]:
     return {} if args.grammar is None else {"grammar": args.grammar}
 
 
-def _check_answers(prompt: Prepared, form: str) -> None:
+def _check_answers(llm: LLM, prompt: Prepared, form: str) -> None:
     """Refuse a prompt whose reply begins with reasoning, which would have to follow the form: UsageError."""
     if prompt.parser is not None and prompt.parser().in_reasoning:
-        raise UsageError(f"the {form} cannot be kept: the chat template begins replies with reasoning; give --no-think")
+        always = is_harmony(llm.tokenizer.chat_template or "")
+        hint = "send the request to a server, where it holds for the answer" if always else "give --no-think"
+        raise UsageError(f"the {form} cannot be kept: the chat template begins replies with reasoning; {hint}")
 
 
 def check_template(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
@@ -64,6 +73,8 @@ def check_template(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
         raise UsageError(f"--suffix: {without_tokens(tokenizer)}")
     if args.raw or args.suffix is not None:
         return
+    if args.reasoning_effort is not None and EFFORT not in (tokenizer.chat_template or ""):
+        raise UsageError(f"{args.model} has no chat template that reads {EFFORT}; leave --reasoning-effort out")
     if tokenizer.chat_template is not None:
         messages = [*system_message(args.system), {"role": "user", "content": "a"}]
         tokenizer.chat_prompt(messages, think=args.think, parse_special=args.parse_special)
@@ -78,6 +89,9 @@ def check_template(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
 def system_message(text: str | None) -> list[dict[str, Any]]:
     """Return the messages that a conversation begins with: the system prompt, or none."""
     return [] if text is None else [{"role": "system", "content": text}]
+
+
+EFFORT = "reasoning_effort"  # a variable of templates
 
 
 class UndecodableError(BimetalError):

@@ -75,6 +75,8 @@ THREE_LAYERS = (
     "llama",
     "qwen3",
     "mistral",
+    "phi3",
+    "phi4mini",
     "qwen2",
     "qwen3moe",
     "qwen35",

@@ -12,6 +12,7 @@ from common.call_grammar import call_rules, reply_grammar
 from common.errors import UsageError
 from common.grammar import bounded, closed
 from common.guide import AfterReasoning, spilling
+from common.reply import THINKING
 from common.tools import GLM, HERMES, MISTRAL, MISTRAL_LIST, QWEN_XML, find_syntax, read_call
 
 SCHEMA = {
@@ -36,7 +37,6 @@ TOOLS = {
     },
     "now": {},
 }
-TAGS = ("<think>", "</think>")
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +265,7 @@ def tokens_of(llm, text):
 
 def test_reasoning_is_closed_after_its_budget(nonsense):
     for is_open, prompt in ((True, "x"), (False, "x")):
-        guide = partial(AfterReasoning, nonsense.tokenizer, nonsense.vocab_size, TAGS, is_open, None, 5, {})
+        guide = partial(AfterReasoning, nonsense.tokenizer, nonsense.vocab_size, THINKING, is_open, None, 5, {})
         reply = nonsense.generate(prompt, guide=guide, temperature=0, max_tokens=40)
         free = nonsense.generate(prompt, temperature=0, max_tokens=40)
         if is_open:
@@ -276,7 +276,7 @@ def test_reasoning_is_closed_after_its_budget(nonsense):
 
 
 def test_a_reply_may_open_its_reasoning_itself(nonsense):
-    guide = AfterReasoning(nonsense.tokenizer, nonsense.vocab_size, TAGS, False, None, 2, {})
+    guide = AfterReasoning(nonsense.tokenizer, nonsense.vocab_size, THINKING, False, None, 2, {})
     for token in tokens_of(nonsense, "\n<think>ab"):
         assert guide.allowed() is None
         guide.accept(token)
@@ -290,8 +290,8 @@ def test_a_reply_may_open_its_reasoning_itself(nonsense):
 
 def test_a_grammar_begins_where_the_reasoning_ends(nonsense):
     only = Only(7, nonsense.vocab_size)
-    spills = spilling(nonsense.tokenizer, TAGS[1])
-    guide = AfterReasoning(nonsense.tokenizer, nonsense.vocab_size, TAGS, True, lambda: only, None, spills)
+    spills = spilling(nonsense.tokenizer, THINKING.closing)
+    guide = AfterReasoning(nonsense.tokenizer, nonsense.vocab_size, THINKING, True, lambda: only, None, spills)
     for token in tokens_of(nonsense, "so < it </thin and </think>"):
         mask = guide.allowed()
         assert mask[token]
@@ -303,8 +303,8 @@ def test_a_grammar_begins_where_the_reasoning_ends(nonsense):
 
 
 def test_no_token_closes_the_reasoning_and_begins_the_reply(demo):
-    spills, inner = spilling(demo.tokenizer, TAGS[1]), partial(Only, 7, demo.vocab_size)
-    guide = AfterReasoning(demo.tokenizer, demo.vocab_size, TAGS, True, inner, None, spills)
+    spills, inner = spilling(demo.tokenizer, THINKING.closing), partial(Only, 7, demo.vocab_size)
+    guide = AfterReasoning(demo.tokenizer, demo.vocab_size, THINKING, True, inner, None, spills)
     for token in tokens_of(demo, "so </think"):
         guide.accept(token)
     mask, texts = guide.allowed(), [demo.tokenizer.token_bytes(id) for id in range(demo.tokenizer.vocab_size)]

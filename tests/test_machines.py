@@ -107,7 +107,9 @@ def test_memory_refuses_a_model_of_one_process() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3moe", "qwen2", "mistral", "qwen35", "qwen35moe", "laguna", "glm"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3moe", "qwen2", "mistral", "phi4mini", "qwen35", "qwen35moe", "laguna", "glm"]
+)
 def test_bits_are_those_of_one_process(tmp_path, name, size) -> None:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     import share
@@ -166,6 +168,7 @@ def assert_alike(shared, alone, name) -> None:
         ("qwen3moe", 2),
         ("qwen2", 2),
         ("mistral", 2),
+        ("phi4mini", 2),
         ("qwen35", 2),
         ("grouped qwen35moe", 2),
         ("laguna", 2),

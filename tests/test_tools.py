@@ -24,7 +24,7 @@ from tool_texts import (
 
 from common.errors import UsageError
 from common.reply import Parts, ReplyParser
-from common.tools import GLM, HERMES, QWEN_XML, find_syntax, typed
+from common.tools import GLM, HERMES, QWEN_XML, find_syntax, lacks_tools, typed
 
 # -- calls -------------------------------------------------------------------------------------------------------------
 
@@ -400,3 +400,12 @@ def test_any_beginning_of_a_call_shows_no_tags(template):
         parser.finish(parts, is_cut=True)
         assert parts.text == ""
         assert len(parts.tool_calls) <= 1
+
+
+def test_which_templates_have_a_place_for_tools():
+    """Phi-4-mini's reads them from the system message, where no API puts them."""
+    own = "{% if 'tools' in message and message['tools'] %}{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}{% endif %}"
+    assert lacks_tools(own)
+    assert lacks_tools("{{ message.tools }}{{ message.content }}")
+    assert not lacks_tools("{% for tool in tools %}{{ tool }}{% endfor %}")
+    assert not lacks_tools("{%- if tools is defined %}")

@@ -25,10 +25,12 @@ def write(
     masked: bool = False,
     context: int = CONTEXT,
     fim: Sequence[str] = (),
+    control: Sequence[str] = (),
 ) -> Path:
     """A llama checkpoint of one-byte tokens with its tokenizer in `folder`; with `masked` a WeDLM one.
 
-    fim  further tokens, which are not marked as special, as in Qwen's files; then two pairs of bytes are tokens too
+    fim      further tokens, which are not marked as special, as in Qwen's files; then two pairs of bytes are tokens too
+    control  further control tokens
     """
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -38,10 +40,10 @@ def write(
         config = {"model_type": "wedlm", "mask_token_id": len(vocabulary), "head_dim": HEAD_DIM}
         vocabulary[MASK] = len(vocabulary)
     merges = [("Ġ", "Ġ"), ("r", "e")] if fim else []
-    for token in ["".join(pair) for pair in merges] + list(fim):
+    for token in ["".join(pair) for pair in merges] + [*fim, *control]:
         vocabulary[token] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    tokenizer.add_special_tokens(["<|im_start|>", END, *([MASK] if masked else [])])
+    tokenizer.add_special_tokens(["<|im_start|>", END, *([MASK] if masked else []), *control])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in fim])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=bool(fim))
     tokenizer.decoder = decoders.ByteLevel()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.reply import Parts, ReplyParser
+from common.harmony import reply_parser
+from common.reply import Parts
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "chat_golden.json").read_text(encoding="utf-8"))
 TEMPLATES = {name: golden["template"] for name, golden in GOLDEN["templates"].items()}
@@ -17,6 +18,25 @@ QWEN_TEMPLATE = "{{ tools }}<tool_call><function=NAME><parameter=KEY>VALUE</para
 GLM_TEMPLATE = "{{ tools }}<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>"
 MISTRAL_TEMPLATE = "{{ tools }}[TOOL_CALLS]{{ call.name }}[ARGS]{{ call.arguments }}"
 MISTRAL_LIST_TEMPLATE = '{{ tools }}[TOOL_CALLS] [{"name": NAME, "arguments": ARGUMENTS}]'
+HARMONY_TOKENS = [f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "return", "call")]
+HARMONY_TEMPLATE = (  # as gpt-oss's: the reasoning before a call is dropped once a message of the assistant follows
+    "{% if tools %}<|start|>developer<|message|>"
+    "{% for tool in tools %}// {{ tool.function.description + '\n' + tool.function.name }}{% endfor %}"
+    "<|end|>{% endif %}"
+    "{% set last = namespace(name='') %}{% for m in messages %}{% if m.tool_calls %}"
+    "{% set ns = namespace(later=false) %}{% for later in messages[loop.index:] %}"
+    "{% if later.role == 'assistant' and 'tool_calls' not in later %}{% set ns.later = true %}{% endif %}{% endfor %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}{% if m.thinking and not ns.later %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "{% set call = m.tool_calls[0].function %}{% set last.name = call.name %}<|start|>assistant to=functions."
+    "{{ call.name }}<|channel|>commentary json<|message|>{{ call.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
+    "{% elif m.role == 'tool' %}"
+    "<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>{{ m.content }}<|end|>"
+    "{% elif m.role == 'user' or loop.first %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    "{# reasoning_effort #}"
+)
 THINKING = "{% if enable_thinking %}<think>{% endif %}</think>"
 
 TOOLS = [
@@ -70,6 +90,11 @@ def mistral_list(*calls):
     return f"[TOOL_CALLS] {json.dumps(listed, ensure_ascii=False)}"
 
 
+def harmony(name, arguments):
+    head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    return head + json.dumps(arguments, ensure_ascii=False)
+
+
 def plain(value):
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -102,7 +127,7 @@ ARGUMENTS = {
 
 def take(template, pieces, tools=TOOLS, prompt=""):
     """The parts of a reply that arrives in `pieces`, and the parts after each piece."""
-    parser, parts, seen = ReplyParser(template, prompt, tools), Parts(), []
+    parser, parts, seen = reply_parser(template, prompt, tools), Parts(), []
     for piece in pieces:
         parser.push(piece, parts)
         seen.append((parts.text, parts.reasoning, len(parts.tool_calls)))

@@ -14,7 +14,7 @@ from common.expert_stream import ExpertStream
 from common.experts import ExpertSupply
 from common.fit import Blueprint
 from common.kv_cache import CacheOptions, check_pairs, packed
-from common.models import gemma3, glm, glm4_moe, laguna, llama, qwen35
+from common.models import gemma3, glm, glm4_moe, laguna, llama, phi3, qwen35
 from common.ops import Array, Ops
 from common.shards import Ranks
 from common.step import MAX_DECODE_ROWS, Pool, Repeated, State, Step
@@ -33,12 +33,19 @@ ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config
     "llama": llama,
     "mistral": llama,
     "mistral3": llama,
+    "phi3": phi3,
     "qwen2": llama,
     "qwen3": llama,
     "qwen3_moe": llama,
     "qwen3moe": llama,
     "qwen3_next": qwen35,
+    "qwen3_vl": llama,
+    "qwen3_vl_moe": llama,
+    "qwen3_vl_moe_text": llama,
+    "qwen3_vl_text": llama,
     "qwen3next": qwen35,
+    "qwen3vl": llama,
+    "qwen3vlmoe": llama,
     "qwen35": qwen35,
     "qwen35moe": qwen35,
     "qwen3_5": qwen35,
@@ -72,9 +79,14 @@ def architecture(checkpoint: Checkpoint) -> tuple[str, ModuleType]:
     if any(mark in kind_of(checkpoint) for mark in DRAFTS):
         raise BimetalError(f"{checkpoint.path} is a draft; name its model, and this as the draft")
     if not is_defined(checkpoint):
-        supported = ", ".join(sorted(ARCHITECTURES))
-        raise BimetalError(f"{checkpoint.path}: {_name_key(checkpoint)} is {name!r}; supported: {supported}")
+        raise BimetalError(f"{checkpoint.path}: {_name_key(checkpoint)} is {name!r}; supported: {_supported()}")
     return str(name), ARCHITECTURES[str(name)]
+
+
+def _supported() -> str:
+    """List the names of architectures, each in one spelling."""
+    found = {name.replace("_", "").replace("-", "").removesuffix("text"): name for name in sorted(ARCHITECTURES)[::-1]}
+    return ", ".join(sorted(found.values()))
 
 
 def kind_of(checkpoint: Checkpoint) -> str:

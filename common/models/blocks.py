@@ -17,7 +17,7 @@ from common.quants import dequantize
 from common.shards import ONE, Ranks, Shard, by_columns, by_expert_rows, by_rows
 from common.step import State, Step
 from common.tensors import Tensor, same_axes
-from common.weights import ExpertMatrix, Matrix, Names, Stored, Table, Vector
+from common.weights import ExpertMatrix, Matrix, Names, Stored, Table, Vector, exchanged
 
 RowFn = Callable[[Array], Array]  # of x (T, hidden)
 
@@ -125,7 +125,7 @@ def softmax_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
 def routed_weights(tensor: Names, hidden: int, e: Experts, ranks: Ranks = ONE) -> Table:
     """List a router and its experts, named as in training, transformers or mlx-lm, stacked or one tensor per expert.
 
-    A rank holds all experts, each with `e.ffn` of its channels.
+    A rank holds all experts, each with `e.ffn` of its channels. Stacks of Qwen3-VL have rows and columns exchanged.
     """
     channels = ranks.segment(e.ffn)
 
@@ -141,7 +141,14 @@ def routed_weights(tensor: Names, hidden: int, e: Experts, ranks: Ranks = ONE) -
         return Stored(names, shape, shard=shard)
 
     E, F = e.count, e.ffn
-    if tensor.has("mlp.experts.gate_up_proj") or tensor.has("ffn_gate_up_exps.weight"):
+    down = experts("down_proj", "ffn_down_exps.weight", (E, hidden, F), by_columns(channels))
+    if _is_exchanged(tensor, hidden):
+        rows, columns, name = by_expert_rows(channels), by_columns(channels, channels), tensor.prefix + "mlp.experts."
+        gate_up = ExpertMatrix(
+            Stored((name + "gate_up_proj",), (E, 2 * F, hidden), exchanged, (E, hidden, 2 * F), columns)
+        )
+        down = Stored((name + "down_proj",), (E, hidden, F), exchanged, (E, F, hidden), rows)
+    elif tensor.has("mlp.experts.gate_up_proj") or tensor.has("ffn_gate_up_exps.weight"):
         both = by_expert_rows(channels, channels)
         gate_up = ExpertMatrix(
             tensor("mlp.experts.gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, hidden), shard=both)
@@ -155,10 +162,15 @@ def routed_weights(tensor: Names, hidden: int, e: Experts, ranks: Ranks = ONE) -
     return {
         "router": Matrix(tensor(router, "ffn_gate_inp.weight", (E, hidden))),
         "experts_gate_up": gate_up,
-        "experts_down": ExpertMatrix(
-            experts("down_proj", "ffn_down_exps.weight", (E, hidden, F), by_columns(channels))
-        ),
+        "experts_down": ExpertMatrix(down),
     }
+
+
+def _is_exchanged(tensor: Names, hidden: int) -> bool:
+    """Test whether stacks of experts have rows and columns exchanged, by the shape of one, as transformers does."""
+    down = "mlp.experts.down_proj"
+    shape = tensor.tensors[tensor.prefix + down].shape if tensor.has(down) else ()
+    return len(shape) == 3 and shape[2] == hidden != shape[1]
 
 
 def _first(tensor: Names, *names: str) -> str:

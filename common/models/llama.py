@@ -2,7 +2,9 @@
 
 Qwen2 adds biases to q, k and v; Qwen3 norms each q and k head before rope. WeDLM-7B is Qwen2, WeDLM-8B is Qwen3 with
 other weights. In Qwen3's mixtures every layer has experts, chosen by a softmax, in place of the FFN. Mistral
-(`mistral`, in GGUF files `llama`; `mistral3` with a vision tower, which is not run) is Llama, perhaps with a window.
+(`mistral`, in GGUF files `llama`) is Llama, perhaps with a window. Text beside a vision tower, which is not run, is
+that of Mistral (`mistral3`) or of Qwen3 (`qwen3_vl`, `qwen3_vl_moe`; in GGUF files `qwen3vl`, `qwen3vlmoe`), whose
+rope over time, height and width is a plain one where all three positions are equal, as they are for text.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +14,7 @@ import numpy as np
 
 from common.adapted import linear
 from common.checkpoint import Checkpoint
-from common.config import Keys
+from common.config import REQUIRED, Keys
 from common.errors import BimetalError
 from common.models.blocks import (
     Experts,
@@ -33,7 +35,9 @@ from common.storage import KVSpec, LayerSpec
 from common.weights import Fix, Layout, Matrix, Names, Table, Vector, rows
 
 WEDLM_MASK = 151665
-NORMS_HEADS = ("qwen3", "qwen3_moe", "qwen3moe")  # WeDLM's files tell
+BESIDE_VISION = ("mistral3", "qwen3_vl", "qwen3_vl_moe")  # whose config.json has a text_config
+MIXTURES = ("qwen3_moe", "qwen3moe", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3vlmoe")
+NORMS_HEADS = ("qwen3", "qwen3_vl", "qwen3_vl_text", "qwen3vl", *MIXTURES)  # WeDLM's files tell
 CLASSIFIERS = {"gguf": "cls.output.weight", "safetensors": "score.weight"}  # heads with a row for each label
 
 
@@ -80,10 +84,8 @@ def for_rank(c: Config, ranks: Ranks) -> Config:
 
 
 def _hf_config(checkpoint: Checkpoint) -> Config:
-    architecture, values = checkpoint.config["model_type"], checkpoint.config
-    if architecture == "mistral3":
-        values = Keys(values, f"{checkpoint.path} config.json").read("text_config", dict)
-    keys = Keys(values, f"{checkpoint.path} config.json")
+    architecture, outer = checkpoint.config["model_type"], Keys(checkpoint.config, f"{checkpoint.path} config.json")
+    keys = Keys(outer.read("text_config", dict), outer.where) if architecture in BESIDE_VISION else outer
     keys.expect("hidden_act", "silu")
     keys.expect("mlp_bias", False)
     keys.expect("use_sliding_window", False)
@@ -95,12 +97,13 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     layers = keys.size("num_hidden_layers")
     sizes = head_sizes(checkpoint, keys, layers)
     base, head = _prefixes(checkpoint)
-    is_tied, has_own = keys.read("tie_word_embeddings", bool, False), f"{head}lm_head.weight" in checkpoint.tensors
+    is_tied = keys.read("tie_word_embeddings", bool, outer.read("tie_word_embeddings", bool, False))
+    has_own = f"{head}lm_head.weight" in checkpoint.tensors
     is_classifier, is_base = CLASSIFIERS["safetensors"] in checkpoint.tensors, not base
     context = keys.size("max_position_embeddings")
     is_wedlm = architecture == "wedlm"
     keys.expect("attention_bias", False, is_wedlm)
-    experts = _hf_experts(keys) if architecture == "qwen3_moe" else None
+    experts = _hf_experts(keys, architecture) if architecture in MIXTURES else None
     return Config(
         architecture=architecture,
         vocab=keys.size("vocab_size"),
@@ -115,22 +118,22 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
         has_head=has_own or not (is_classifier or (is_base and not is_tied)),
         norms_heads=keys.read("qk_norm", bool, True) if is_wedlm else architecture in NORMS_HEADS,
         has_biases=architecture == "qwen2" or (is_wedlm and keys.read("attention_bias", bool, False)),
-        window=_window(keys, "sliding_window", context) if architecture.startswith("mistral") else None,
+        window=read_window(keys, "sliding_window", context) if architecture.startswith("mistral") else None,
         mask_id=_mask_id(keys) if is_wedlm else None,
     )
 
 
-def _window(keys: Keys, key: str, context: int) -> int | None:
+def read_window(keys: Keys, key: str, context: int) -> int | None:
     """Read a window; None without one, or where the whole context is in it."""
     window = keys.size(key, context)
     return window if window < context else None
 
 
-def _hf_experts(keys: Keys) -> Experts:
+def _hf_experts(keys: Keys, architecture: str) -> Experts:
     """Read the experts of every layer; transformers 5 states their number as num_local_experts."""
     keys.expect("decoder_sparse_step", 1)
     keys.expect("mlp_only_layers", [])
-    if not keys.read("norm_topk_prob", bool):
+    if not keys.read("norm_topk_prob", bool, True if "_vl_" in architecture else REQUIRED):
         raise BimetalError(f"{keys.where}: norm_topk_prob is False; supported: True")
     count = "num_experts" if keys.get("num_local_experts") is None else "num_local_experts"
     return Experts(keys.size(count), keys.size("num_experts_per_tok"), keys.size("moe_intermediate_size"))
@@ -163,7 +166,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     layers = keys.size("block_count")
     sizes = head_sizes(checkpoint, keys, layers)
     keys.expect("attention.causal", True)
-    experts = _gguf_experts(keys) if architecture == "qwen3moe" else None
+    experts = _gguf_experts(keys) if architecture in MIXTURES else None
     if experts is None:
         keys.expect("expert_count", 0)
     table = checkpoint.tensors.get("token_embd.weight")
@@ -182,14 +185,15 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         has_head=CLASSIFIERS["gguf"] not in checkpoint.tensors or "output.weight" in checkpoint.tensors,
         norms_heads="blk.0.attn_q_norm.weight" in checkpoint.tensors if is_wedlm else architecture in NORMS_HEADS,
         has_biases=architecture == "qwen2" or (is_wedlm and "blk.0.attn_q.bias" in checkpoint.tensors),
-        window=_gguf_window(keys, context) if architecture == "llama" else None,
+        window=read_gguf_window(keys, context) if architecture == "llama" else None,
         mask_id=_gguf_mask_id(checkpoint, keys) if is_wedlm else None,
     )
 
 
-def _gguf_window(keys: Keys, context: int) -> int | None:
+def read_gguf_window(keys: Keys, context: int) -> int | None:
+    """Read a window as `read_window`; 0 is none too."""
     key = "attention.sliding_window"
-    return None if keys.get(key) == 0 else _window(keys, key, context)
+    return None if keys.get(key) == 0 else read_window(keys, key, context)
 
 
 def _gguf_experts(keys: Keys) -> Experts:
@@ -279,7 +283,7 @@ def _ignored(name: str) -> str | None:
         return "the head of a classifier, which rerankers read"
     if name == "rope_freqs.weight":
         return "rope divisors, read with the configuration"
-    if name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector.")):
+    if name.removeprefix("model.").startswith(("vision_tower.", "visual.", "multi_modal_projector.")):
         return "vision tower, not run"
     if name.endswith("rotary_emb.inv_freq"):
         return "rope frequencies, computed from the configuration"

@@ -84,7 +84,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
         stream=stream,
         first_call_only=not several,
         grammar=grammar,
-        budget=_budget(fields, effort),
+        budget=_budget(fields, facts, effort),
         ending=ending_of(fields, facts, grammar),
         ids=fields.flag("return_token_ids", False),
     )
@@ -115,11 +115,11 @@ def custom_names(fields: Fields) -> set[str]:
     }
 
 
-def _budget(fields: Fields, effort: str | None) -> int | None:
+def _budget(fields: Fields, facts: Facts, effort: str | None) -> int | None:
     thinking = fields.object("thinking")
     if thinking is not None and thinking.has("budget_tokens"):
-        return budget_of(thinking, effort, "budget_tokens")
-    return budget_of(fields, effort, "thinking_budget", "reasoning_budget")
+        return budget_of(thinking, facts, effort, "budget_tokens")
+    return budget_of(fields, facts, effort, "thinking_budget", "reasoning_budget")
 
 
 def bias(fields: Fields, facts: Facts) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from common.pieces import Logprob
 from common.rules import whole
 from common.tokenizer import Tokenizer
 from generate.server.chat import MOST_CHOICES, MOST_LOGPROBS, bias
-from generate.server.constraints import ToolChoice, ending_of, form_of, grammar_of, openai_format
+from generate.server.constraints import ending_of, form_of, openai_format, text_grammar_of
 from generate.server.errors import ApiError, envelope
 from generate.server.events import Echo, Event, Failed, Finish, Prompt, Text, Usage, Whole, total
 from generate.server.facts import Facts
@@ -69,7 +69,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
         raise fields.refuse("n", f"prompts and n together ask for more than {MOST_CHOICES} replies")
     streaming = fields.object("stream_options")
     usage = bool(streaming and streaming.flag("include_usage", False))
-    stream, grammar = fields.flag("stream", False), grammar_of(facts, (), ToolChoice("none"), form, False)
+    stream, grammar = fields.flag("stream", False), text_grammar_of(form)
     task = Task(
         prompts,
         options,

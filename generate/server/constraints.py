@@ -2,17 +2,18 @@
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from common.call_grammar import call_rules, reply_grammar
+from common.call_grammar import call_rules, literal, reply_grammar
 from common.errors import UsageError
+from common.harmony import ANSWER
 from common.rules import Rule, many, texts, whole
 from common.text_grammar import choices_grammar, regex_grammar
-from common.tools import Syntax, schemas, syntax_of
+from common.tools import Syntax, is_harmony, schemas, syntax_of
 from generate.server.conversation import MOST_TOOLS
 from generate.server.errors import ApiError
-from generate.server.facts import Facts
+from generate.server.facts import EFFORT, Facts
 from generate.server.fields import OBJECT, TEXT, Fields
 from generate.server.task import Ending, Grammar
 
@@ -202,10 +203,11 @@ def grammar_of(
 
     several  a reply may have more than one call
     """
+    head = ANSWER if is_harmony(facts.template) else ""  # what precedes an answer
     if isinstance(form, Grammar):
         if choice.shown(tools):
             raise ApiError(400, f"{form.field} does not go with tools; only a JSON schema does", param=form.field)
-        return form
+        return replace(form, head=head)
     syntax = call_syntax(facts)
     named = {name: s for name, s in schemas(list(tools)).items() if choice.names is None or name in choice.names}
     try:
@@ -218,17 +220,25 @@ def grammar_of(
             return None
         calls = syntax is not None and named and choice.mode == "auto"
         rules = call_rules(syntax, named, facts.tokenizer, several) if syntax and calls else ""
-        return Grammar(reply_grammar(form.schema, rules), form.field)
+        return Grammar(reply_grammar(form.schema, rules, literal(facts.tokenizer, head)), form.field)
     except UsageError as error:
         raise ApiError(400, str(error), param="tools") from None
 
 
-def budget_of(fields: Fields, effort: str | None, *keys: str) -> int | None:
-    """Return the most tokens of reasoning: the first given of the entries `keys`, else the budget of the effort."""
+def text_grammar_of(form: Form | Grammar | None) -> Grammar | None:
+    """Return the grammar of a text that continues a prompt, which is no chat."""
+    return Grammar(reply_grammar(form.schema, ""), form.field) if isinstance(form, Form) else form
+
+
+def budget_of(fields: Fields, facts: Facts, effort: str | None, *keys: str) -> int | None:
+    """Return the most tokens of reasoning: the first given of the entries `keys`, else the budget of the effort.
+
+    An effort that the template shows to the model has no budget.
+    """
     for key in keys:
         if (budget := fields.take(key, whole(-1))) is not None:
             return None if budget < 0 else int(budget)
-    return EFFORT_BUDGETS.get(effort or "")
+    return None if EFFORT in facts.template else EFFORT_BUDGETS.get(effort or "")
 
 
 def ending_of(fields: Fields, facts: Facts, grammar: Grammar | None = None) -> Ending:

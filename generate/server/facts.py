@@ -13,12 +13,15 @@ from common.checkpoint import open_checkpoint
 from common.errors import BimetalError
 from common.grammar import Grammars
 from common.guide import spilling
-from common.reply import END_THINK
+from common.harmony import END
+from common.reply import END_THINK, THINK
 from common.tokenizer import Tokenizer
+from common.tools import is_harmony
 from generate.llm import LLM
 
 # Variables that OpenAI's and Anthropic's effort sets, if a template reads them.
 EFFORT = "reasoning_effort"
+LATE = "a late system message"
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,12 @@ class Facts:
 
     @property
     def thinks(self) -> bool:
-        return "<think>" in self.template
+        return THINK in self.template or is_harmony(self.template)
 
     @cached_property
     def spills(self) -> dict[bytes, list[int]]:
         """Return `spilling` of the tag that closes reasoning, found in the thread that first needs it."""
-        return spilling(self.tokenizer, END_THINK)
+        return spilling(self.tokenizer, END if is_harmony(self.template) else END_THINK)
 
     @property
     def takes_tools(self) -> bool:
@@ -81,7 +84,7 @@ class Facts:
 def facts_of(llm: LLM, name: str, limit: int | None = None) -> Facts:
     """Find the facts of a loaded model called `name`, whose replies have a limit of `limit` tokens."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
-    late = [{"role": "system", "content": "a"}, *turns, turns[0], {"role": "system", "content": "b"}]
+    late = [{"role": "system", "content": "a"}, *turns, turns[0], {"role": "system", "content": LATE}]
     path = Path(name)
     tensors = open_checkpoint(llm.path).tensors.values()
     types: Counter[str] = Counter()
@@ -110,8 +113,8 @@ def _files(path: Path) -> list[Path]:
 
 
 def _renders(llm: LLM, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Test whether the template shows the last message: it may refuse it, or leave it out."""
     try:
-        llm.render(messages)
+        return messages[-1]["content"] in llm.render(messages)
     except BimetalError:
         return False
-    return True

@@ -10,7 +10,7 @@ from common.pieces import Logprob
 from common.rules import Rule, one_of, whole
 from common.tokenizer import Tokenizer
 from generate.server.chat import MOST_CHOICES, bias
-from generate.server.constraints import ToolChoice, ending_of, form_of, grammar_of
+from generate.server.constraints import ending_of, form_of, text_grammar_of
 from generate.server.errors import ApiError, envelope
 from generate.server.events import Event, Failed, Finish, Prompt, Text, Whole
 from generate.server.facts import Facts
@@ -106,7 +106,7 @@ def parsed(fields: Fields, facts: Facts, prompts: Sequence[Gap | str | list[int]
         raise fields.refuse("n_cmpl", f"prompts and n_cmpl together ask for more than {MOST_CHOICES} replies")
     stream = fields.flag("stream", False)
     shown = fields.take("response_fields", TEXTS, ())
-    grammar = grammar_of(facts, (), ToolChoice("none"), form_of(fields, None), False)
+    grammar = text_grammar_of(form_of(fields, None))
     most = limited.get("max_tokens", facts.limit)
     settings = {"n_ctx": facts.context, "n_predict": -1 if most is None else most, "stream": stream, "n_indent": indent}
     settings |= {name: value for name, value in options.items() if name not in ("reweigh", "max_tokens")}

@@ -79,7 +79,7 @@ def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
         rendering["tools"] = seen
     output = fields.object("output_config") or Fields({})
     form = output.object("format") or fields.object("output_format")  # the present and the earlier place
-    budget = budget_of(fields.object("thinking") or Fields({}), output.text("effort"), "budget_tokens")
+    budget = budget_of(fields.object("thinking") or Fields({}), facts, output.text("effort"), "budget_tokens")
     grammar = grammar_of(facts, tools, choice, openai_format(form), several)
     messages, begun = reply_begun(messages_of(fields))
     if begun:

@@ -17,7 +17,7 @@ from common.rules import FINITE, Rule, many, whole
 from generate import __version__
 from generate.server.body import read_json
 from generate.server.chat import MOST_LOGPROBS
-from generate.server.constraints import ToolChoice, ending_of, grammar_of, ollama_format
+from generate.server.constraints import ToolChoice, ending_of, grammar_of, ollama_format, text_grammar_of
 from generate.server.conversation import MOST_MESSAGES, Message, arrange, calls_of, reply_begun, tools_of
 from generate.server.errors import envelope
 from generate.server.events import (
@@ -160,7 +160,9 @@ def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | Gap | str |
     if head.logprobs:
         options["logprobs"] = top
     tools = prompt.options.get("tools", ()) if isinstance(prompt, Chat) else ()
-    grammar = grammar_of(facts, tools, ToolChoice("auto"), ollama_format(fields), True)
+    form = ollama_format(fields)
+    chats = isinstance(prompt, Chat)
+    grammar = grammar_of(facts, tools, ToolChoice("auto"), form, True) if chats else text_grammar_of(form)
     task = Task(
         [] if prompt is None else [prompt],
         options,

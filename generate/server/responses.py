@@ -108,7 +108,7 @@ def parse(store: Store, fields: Fields, facts: Facts) -> Parsed:
         stream=fields.flag("stream", False),
         first_call_only=not several,
         grammar=grammar,
-        budget=budget_of(reasoning, reasoning.text("effort"), "max_tokens"),
+        budget=budget_of(reasoning, facts, reasoning.text("effort"), "max_tokens"),
         field="input",
         ending=ending_of(fields, facts, grammar),
     )

@@ -12,9 +12,11 @@ from common.checks import check_fits
 from common.errors import PromptTooLongError, UsageError
 from common.gbnf import lark_of
 from common.grammar import SchemaError
-from common.guide import AfterReasoning, AtLeast, Guide
+from common.guide import AfterReasoning, AtLeast, Begun, Guide
+from common.harmony import ANSWER, START, reasoning_tags
 from common.infill import Gap
-from common.reply import END_THINK, THINK
+from common.reply import THINKING
+from common.tools import is_harmony
 from generate.llm import LLM, Prepared
 from generate.server.errors import ApiError, failure, too_long
 from generate.server.events import Echo, Event, Events, Failed, Finish, Prompt, Usage, Whole
@@ -45,10 +47,12 @@ class Grammar:
     """A grammar that a reply must follow, in a language of `lark_of`.
 
     field  of the request that holds the schema of the reply, or its tools if the reply must call one
+    head   text that precedes what the grammar describes, with control tokens
     """
 
     text: str
     field: str
+    head: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,9 @@ def prepare(llm: LLM, facts: Facts, task: Task) -> list[Ready]:
 def compiled(facts: Facts, grammar: Grammar) -> Callable[[], Guide]:
     """Compile a grammar; raises ApiError with the invalid field."""
     try:
-        return facts.grammars.guide(lark_of(grammar.text))
+        made = facts.grammars.guide(lark_of(grammar.text))
+        head = facts.tokenizer.encode(grammar.head, False)
+        return partial(Begun, head, facts.vocab, made) if head else made
     except SchemaError as error:
         raise ApiError(400, str(error), param=grammar.field if error.owner == REPLY else "tools") from None
     except UsageError as error:
@@ -175,12 +181,13 @@ def _chat(llm: LLM, prompt: Chat, field: str) -> Prepared:
     if not prompt.begun:
         return ready
     assert ready.parser is not None
-    if ready.parser().in_reasoning:
+    head = ANSWER.removeprefix(f"{START}assistant") if is_harmony(llm.tokenizer.chat_template or "") else ""
+    if ready.parser(begun=head).in_reasoning:
         words = "the model's chat template begins each reply with reasoning, so that no reply can continue a text"
         raise ApiError(400, words, param=field)
-    tokens = ready.tokens + llm.tokenizer.encode_plain(prompt.begun)
+    tokens = ready.tokens + llm.tokenizer.encode(head, False) + llm.tokenizer.encode_plain(prompt.begun)
     check_fits(len(tokens), llm.context, llm.trained_context)
-    return Prepared(tokens, partial(ready.parser, begun=prompt.begun))
+    return Prepared(tokens, partial(ready.parser, begun=head + prompt.begun))
 
 
 def _guide(facts: Facts, task: Task, prompt: Prepared, inner: Callable[[], Guide] | None) -> Callable[[], Guide] | None:
@@ -196,13 +203,16 @@ def _after_reasoning(
     facts: Facts, task: Task, prompt: Prepared, inner: Callable[[], Guide] | None
 ) -> Callable[[], Guide] | None:
     """Make the guide of replies after their reasoning, which is unrestricted, but bounded."""
-    is_open = prompt.parser is not None and prompt.parser().in_reasoning
+    parser = None if prompt.parser is None else prompt.parser()
+    is_open = parser is not None and parser.in_reasoning
     if task.budget is None and not is_open:
         return inner
     if not facts.thinks or (task.budget is None and inner is None):
         return inner
     spills = {} if inner is None else facts.spills
-    tags = THINK, END_THINK
+    tags = THINKING
+    if parser is not None and is_harmony(facts.template):
+        tags, is_open = reasoning_tags(inner is not None, parser.takes_calls), False
     return partial(AfterReasoning, facts.tokenizer, facts.vocab, tags, is_open, inner, task.budget, spills)
 
 

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from common.harmony import EFFORTS as OTHER_EFFORTS
 from common.options import RESERVED
+from common.tools import is_harmony
 from generate.server.errors import ApiError
 from generate.server.facts import EFFORT, Facts
 from generate.server.fields import Fields
@@ -20,7 +22,8 @@ def effort_options(effort: str | None, facts: Facts) -> dict[str, Any]:
     if facts.switches_thinking:
         found["think"] = effort != "none"
     if EFFORT in facts.template:
-        found["template"] = {EFFORT: effort if effort in EFFORTS else "medium"}
+        known = effort if effort in EFFORTS else "medium"
+        found["template"] = {EFFORT: OTHER_EFFORTS.get(known, known) if is_harmony(facts.template) else known}
     return found
 
 

@@ -1,4 +1,5 @@
-"""Write tests/data/models/laguna, laguna-m1, glm, mistral, gemma3 and glm4moe, as make_tiny_models.py does for others.
+"""Write models that make_tiny_models.py does not write, as it does: laguna, laguna-m1, glm, mistral, gemma3, glm4moe,
+phi3 and phi4mini.
 
 The scale of Gemma's embedding is rounded to bfloat16, as transformers does where weights are bfloat16.
 GLM's latent norms take the configuration's rms_norm_eps here, where transformers takes the default of its norm class.
@@ -6,6 +7,8 @@ Beyond what that file describes, golden.npz of a model holds
 
 keys.i, values.i    of a sliding layer: every sixteenth of the window's last rows
 latent.i            (32, R + P) float32 of a latent layer, every sixteenth position: normed latent, roped key
+short               (12, vocab) float32 of phi4mini: logits of every eighth of the first 96 tokens, alone in a sequence,
+                    which is short enough for the other factors of its rope
 """
 
 from functools import partial
@@ -14,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from make_tiny_models import HEADS, HERE, POSITIONS, SIZES, golden, make
+from make_tiny_models import HEADS, HERE, KV_HEADS, POSITIONS, SIZES, golden, make
 from transformers import (
     DynamicCache,
     Gemma3ForCausalLM,
@@ -27,6 +30,8 @@ from transformers import (
     LagunaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
 )
 
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 16}
@@ -34,6 +39,8 @@ YARN = {
     **{"rope_type": "yarn", "rope_theta": 1e2, "factor": 8.0, "original_max_position_embeddings": 128},
     **{"beta_fast": 4.0, "beta_slow": 1.0, "partial_rotary_factor": 0.5},
 }
+SHORT = 128  # tokens of phi4mini's first training
+PHI3 = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LAGUNA = {
     **(SIZES | HEADS | EXPERTS),
     **{"vocab_size": 96, "num_experts": 8, "shared_expert_intermediate_size": 24, "moe_routed_scaling_factor": 2.5},
@@ -97,17 +104,40 @@ MODELS: dict[str, tuple[Any, Any]] = {
             rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         ),
     ),
+    "phi3": (  # of Phi-3-mini-4k: Phi-4 has no window
+        Phi3ForCausalLM,
+        Phi3Config(**SIZES, **KV_HEADS, **PHI3, num_hidden_layers=3, sliding_window=24),
+    ),
+    "phi4mini": (
+        Phi3ForCausalLM,
+        Phi3Config(
+            **SIZES,
+            **KV_HEADS,
+            **PHI3,
+            num_hidden_layers=3,
+            tie_word_embeddings=True,
+            original_max_position_embeddings=SHORT,
+            rope_parameters={
+                **{"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+                **{"original_max_position_embeddings": SHORT},
+                **{"short_factor": [1.0, 1.25, 1.5], "long_factor": [1.1, 4.0, 16.0]},
+            },
+        ),
+    ),
 }
-SEEDS = {"gemma3": 103}  # of others than a model's number
+SEEDS = {"gemma3": 103, "phi3": 106, "phi4mini": 107}  # of others than a model's number
 
 
 def states(cache: DynamicCache, config: Any) -> dict[str, np.ndarray]:
-    arrays = {}
+    arrays, kinds = {}, getattr(config, "layer_types", [])
+    sliding = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+    if config.model_type in ("mistral", "phi3") and config.sliding_window:
+        sliding = list(range(config.num_hidden_layers))
     for i, layer in enumerate(cache.layers):
         keys, values = (x[0].transpose(0, 1).numpy() for x in (layer.keys, layer.values))
         if config.model_type == "glm4_moe_lite":
             arrays[f"latent.{i}"] = np.concatenate([keys, values], axis=-1)[::16, 0]
-        elif config.model_type == "mistral" or getattr(config, "layer_types", {i: ""})[i] == "sliding_attention":
+        elif i in sliding:
             arrays[f"keys.{i}"] = keys[-config.sliding_window :][::16]
             arrays[f"values.{i}"] = values[-config.sliding_window :][::16]
         else:
@@ -124,6 +154,9 @@ def write(name: str, cls: Any, config: Any, seed: int) -> None:
     cache = DynamicCache()  # without the configuration: keeps the rows before the window too
     arrays = golden(partial(model, past_key_values=cache), ids)
     arrays = {key: array for key, array in arrays.items() if "." not in key} | states(cache, config)
+    if name == "phi4mini":
+        with torch.no_grad():
+            arrays["short"] = model(ids[None, :96]).logits[0, ::8].numpy()
     np.savez_compressed(HERE / name / "golden.npz", **arrays)
     p = np.exp(arrays["logits"] - arrays["lse"][arrays["rows"], None])
     print(f"{name:13} logit std {arrays['logits'].std():.2f}, top probability {p.max(-1).mean():.2f}")

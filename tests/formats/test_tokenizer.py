@@ -35,6 +35,7 @@ TOKENIZERS = {pre: bpe(pre) for pre in BPE["ids"]} | {"spm": spm()}
 END, IM_END = (TOKENIZERS["gpt-2"].token_to_id(name) for name in ("<|endoftext|>", "<|im_end|>"))
 BOS = SPM["config"]["tokenizer.ggml.bos_token_id"]
 EOS = SPM["config"]["tokenizer.ggml.eos_token_id"]
+NEW = (("scores", -1000.0), ("token_type", 3))  # of a control token that is appended
 
 
 @pytest.mark.parametrize("pre", BPE["ids"])
@@ -272,6 +273,21 @@ def test_words_of_the_vocabulary_that_no_merge_reaches():
 def test_names_of_one_meaning():
     for text in BPE["texts"]:
         assert bpe("deepseek-r1-qwen").encode(text) == bpe("qwen2").encode(text)
+        assert bpe("dbrx").encode(text) == bpe("chatglm-bpe").encode(text)
+
+
+def test_own_tokens_of_phi3_take_the_white_space_after_them():
+    """As in its tokenizer.json; a GGUF file does not state it. Ids of llama.cpp's ggml-vocab-phi-3.gguf are so too."""
+    tokens = [*SPM["config"]["tokenizer.ggml.tokens"], "<|user|>", "<|end|>", "<|endoftext|>"]
+    added = {f"tokenizer.ggml.{key}": [*SPM["config"][f"tokenizer.ggml.{key}"], *[value] * 3] for key, value in NEW}
+    config = SPM["config"] | added | {"tokenizer.ggml.tokens": tokens}
+    phi3 = load_tokenizer("model.gguf", config | {"general.architecture": "phi3"})
+    text, word = "<|user|>\n a<|end|>\n<|endoftext|>\n", phi3.encode("a", add_special_tokens=False)
+    user, end, last = range(len(tokens) - 3, len(tokens))
+    newline = phi3.encode("\n", add_special_tokens=False)
+    assert phi3.encode(text, add_special_tokens=False) == [user, *word, end, last, *newline]
+    assert phi3.end_ids == {EOS, user, end, last}
+    assert load_tokenizer("model.gguf", config).encode(text, False) != phi3.encode(text, False)
 
 
 def test_tekken_splits():
@@ -308,7 +324,10 @@ def test_chat_templates():
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        ({"pre": "falcon"}, "tokenizer.ggml.pre is 'falcon'; supported: chatglm-bpe, deepseek-r1-qwen, default, "),
+        (
+            {"pre": "falcon"},
+            "tokenizer.ggml.pre is 'falcon'; supported: chatglm-bpe, dbrx, deepseek-r1-qwen, default, ",
+        ),
         ({"model": "t5"}, "tokenizer.ggml.model is 't5'; supported: gpt2"),
         ({"model": 7}, "tokenizer.ggml.model is 7, not a str"),
         ({"tokens": "abc"}, "tokenizer.ggml.tokens is 'abc', not a list"),

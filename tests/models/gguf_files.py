@@ -38,6 +38,8 @@ NAMES = {
     "mlp.gate_proj.weight": "ffn_gate.weight",
     "mlp.up_proj.weight": "ffn_up.weight",
     "mlp.down_proj.weight": "ffn_down.weight",
+    "self_attn.qkv_proj.weight": "attn_qkv.weight",
+    "mlp.gate_up_proj.weight": "ffn_up.weight",
     "mlp.gate.weight": "ffn_gate_inp.weight",
     "mlp.shared_expert.gate_proj.weight": "ffn_gate_shexp.weight",
     "mlp.shared_expert.up_proj.weight": "ffn_up_shexp.weight",
@@ -93,8 +95,11 @@ def write_gguf(
             tensors |= nextn
         elif mtp:
             tensors |= _mtp_block(config, tensors)
-        if config["rope_parameters"]["rope_type"] == "llama3":
+        rope = config["rope_parameters"]
+        if rope["rope_type"] == "llama3":
             tensors["rope_freqs.weight"] = _llama3_divisors(config)
+        if rope["rope_type"] == "longrope":
+            tensors |= {f"rope_factors_{name}.weight": np.array(rope[f"{name}_factor"]) for name in ("long", "short")}
     writer.add_tokenizer_model("none")
     for name, array in tensors.items():
         dense = array.ndim == 1 or name.endswith(DENSE)
@@ -135,8 +140,9 @@ def _write_keys(writer: gguf.GGUFWriter, config: dict, architecture: str, mtp: b
     writer.add_embedding_length(config["hidden_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if architecture != "phi3":
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
@@ -145,6 +151,13 @@ def _write_keys(writer: gguf.GGUFWriter, config: dict, architecture: str, mtp: b
         writer.add_feed_forward_length(config["intermediate_size"])
     if architecture == "llama" and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    if architecture == "phi3":
+        original = config["original_max_position_embeddings"]
+        writer.add_sliding_window(config["sliding_window"] or 0)
+        writer.add_rope_scaling_orig_ctx_len(original)
+        if rope["rope_type"] == "longrope":
+            scale = config["max_position_embeddings"] / original
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])

@@ -43,6 +43,7 @@ TREE = [PAST, 0, 1, 1, 0, 4, 2, 3]
 FAMILIES = [
     "llama",
     "mistral",
+    "phi4mini",
     "qwen2",
     "qwen3",
     "qwen3moe",

@@ -111,6 +111,32 @@ def of_mistral(c: Checkpoint) -> Checkpoint:
     return replace(c, config=c.config | {"model_type": "mistral", "sliding_window": None})
 
 
+def of_qwen3_vl(c: Checkpoint) -> Checkpoint:
+    """Qwen3-VL as released: text under model.language_model, rope over three axes; stacks of experts are exchanged."""
+    kind = "qwen3_vl_moe" if "num_experts_per_tok" in c.config else "qwen3_vl"
+    c = with_stacked_experts(c)
+    stacks = {key: mapped(t, lambda w: w.swapaxes(1, 2)) for key, t in c.tensors.items() if ".mlp.experts." in key}
+    extra = "model.visual.patch_embed.proj.weight"
+    rope = c.config["rope_parameters"] | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = {key: value for key, value in c.config.items() if key != "norm_topk_prob"}  # which transformers leaves out
+    outer = {"model_type": kind, "text_config": text | {"model_type": f"{kind}_text", "rope_parameters": rope}}
+    c = renamed(replace(c, tensors=c.tensors | stacks), lambda key: key.replace("model.", "model.language_model.", 1))
+    return replace(c, config=outer, tensors=c.tensors | {extra: dense(extra, np.ones((2, 2)))})
+
+
+def of_qwen3_vl_by_mlx_lm(c: Checkpoint) -> Checkpoint:
+    c = renamed(in_modules(c), lambda key: "language_model." + key)
+    kind = "qwen3_vl_moe" if "num_experts_per_tok" in c.config else "qwen3_vl"
+    extra = "vision_tower.patch_embed.proj.weight"
+    tensors = c.tensors | {extra: dense(extra, np.ones((2, 2)))}
+    return replace(c, config={"model_type": kind, "text_config": c.config}, tensors=tensors)
+
+
+def of_qwen3_vl_text(c: Checkpoint) -> Checkpoint:
+    """The text alone, as transformers saves it."""
+    return replace(c, config=c.config | {"model_type": "qwen3_vl_text"})
+
+
 def with_old_rope_keys(c: Checkpoint) -> Checkpoint:
     """rope_theta and rope_scaling, before transformers 5."""
     config = dict(c.config)
@@ -186,6 +212,8 @@ SAFETENSORS = [
     ("llama", with_old_rope_keys),
     ("llama", of_mistral),
     ("mistral", with_old_rope_keys),
+    ("phi3", with_old_rope_keys),
+    ("phi4mini", with_old_rope_keys),
     ("mistral", beside_a_vision_tower),
     ("mistral", as_transformers_names_it),
     ("qwen2", with_old_rope_keys),
@@ -193,6 +221,11 @@ SAFETENSORS = [
     ("qwen35", with_old_rope_keys),
     ("qwen35", with_interval),
     ("qwen35", in_float32),
+    ("qwen3", of_qwen3_vl),
+    ("qwen3", of_qwen3_vl_by_mlx_lm),
+    ("qwen3", of_qwen3_vl_text),
+    ("qwen3moe", of_qwen3_vl),
+    ("qwen3moe", of_qwen3_vl_by_mlx_lm),
 ]
 
 
@@ -261,7 +294,18 @@ def listed_windows(c: Checkpoint) -> Checkpoint:
     return replace(c, config=c.config | keys | {"gemma3.rope.freq_base_swa": 1e4})
 
 
+def of_qwen3vl(c: Checkpoint) -> Checkpoint:
+    """Qwen3-VL, whose rope turns pairs by three axes, and whose first layers take features of images."""
+    old = c.config["general.architecture"] + "."
+    new = old.replace("qwen3", "qwen3vl")
+    config = {key.replace(old, new, 1) if key.startswith(old) else key: value for key, value in c.config.items()}
+    more = {"general.architecture": new[:-1], f"{new}rope.dimension_sections": [4, 2, 2, 0]}
+    return replace(c, config=config | more | {f"{new}n_deepstack_layers": 3})
+
+
 GGUF = [
+    ("qwen3", of_qwen3vl),
+    ("qwen3moe", of_qwen3vl),
     ("gemma3", listed_windows),
     ("gemma3", without_unit_axes),
     ("gemma3", with_unit_axes),

@@ -7,7 +7,7 @@ import pytest
 import ranks
 import tiny
 from gguf_files import write_gguf
-from test_dialects import of_mlx_lm, with_stacked_experts
+from test_dialects import of_mlx_lm, of_qwen3_vl, with_stacked_experts
 
 from common.checkpoint import open_checkpoint
 from common.errors import BimetalError
@@ -155,6 +155,7 @@ def test_fewer_kv_heads_than_ranks(name):
     ("name", "dialect"),
     [
         ("qwen3moe", with_stacked_experts),
+        ("qwen3moe", of_qwen3_vl),
         ("qwen35moe", of_mlx_lm),
         ("qwen35moe", with_stacked_experts),
         ("qwen35", of_mlx_lm),
@@ -166,7 +167,20 @@ def test_other_names(name, dialect):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral", "qwen2", "qwen3moe", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna", "glm4moe"]
+    "name",
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3moe",
+        "qwen35",
+        "qwen35moe",
+        "qwen3next",
+        "gemma3",
+        "laguna",
+        "glm4moe",
+        "phi3",
+    ],
 )
 def test_gguf_files(tmp_path, name):
     """Value heads tiled over key heads, rope pairs as adjacent rows; 16-bit floats, which any ranks divide."""

@@ -214,6 +214,8 @@ TRAPS = [  # name, model, mistake
     ("bias of the router in weights", "glm4moe", op("route_sigmoid", biased_weights)),
     ("no scale of routed experts", "glm4moe", op("route_sigmoid", lambda f, logits, b, k, scale: f(logits, b, k, 1.0))),
     ("no window", "mistral", op("attention", lambda f, *a, window, **k: f(*a, window=None, **k))),
+    ("the other rope", "phi4mini", config(rope=lambda c: c.short_rope)),
+    ("a rope without its factor", "phi4mini", config(rope=lambda c: Rope(c.rope.frequencies))),
     ("a window of one key more", "mistral", config(window=lambda c: c.window + 1)),
     # norms
     ("norms without + 1", "qwen35", weight(*NORMS, wrong=lambda w: w - 1)),

@@ -256,7 +256,8 @@ def test_ops(file, chosen):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["qwen3-", "qwen3moe", "qwen2", "mistral", "qwen35 ", "qwen35moe", "qwen3next", "laguna", "gemma3", "glm"]
+    "name",
+    ["qwen3-", "qwen3moe", "qwen2", "mistral", "qwen35 ", "qwen35moe", "qwen3next", "laguna", "gemma3", "glm", "phi"],
 )
 def test_models(name):
     chosen = "tree or snapshot or whole or replay"

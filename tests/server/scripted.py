@@ -12,10 +12,10 @@ from tiny_chat import write as write_model
 
 from common.checks import check_fits, check_tokens
 from common.engine import STEP_TOKENS
+from common.harmony import reply_parser
 from common.histogram import Histogram
 from common.options import ChatOptions, GenerationOptions
 from common.pieces import Logprob, Piece, PieceParser, Stats
-from common.reply import ReplyParser
 from common.tokenizer import load_tokenizer
 from generate.activity import Activity
 from generate.llm import Prepared
@@ -69,14 +69,14 @@ class Scripted:
     cached   share of each prompt that a slot is said to hold
     """
 
-    def __init__(self, folder: Path, template: str = TEMPLATE, context: int = 4096):
-        write_model(folder, template=template)
+    def __init__(self, folder: Path, template: str = TEMPLATE, context: int = 4096, control: Sequence[str] = ()):
+        write_model(folder, template=template, control=control)
         self.path = folder
         self.recommended_options: dict[str, Any] = {}
         self.default_spec = "off"
         self.tokenizer = load_tokenizer(folder, {"model_type": "llama"})
         self.context = self.trained_context = context
-        self.vocab_size, self.architecture = VOCABULARY, "scripted"
+        self.vocab_size, self.architecture = VOCABULARY + len(control), "scripted"
         self.backend, self.parallel = "numpy", 2
         self.peak_bytes, self.expert_stats = 1 << 20, None
         self.text, self.cut, self.finish, self.stop = "Hello", 2, "stop", None
@@ -102,7 +102,7 @@ class Scripted:
         )
         self.prompts.append(prompt.text)
         check_fits(len(prompt.tokens), self.context, self.context)
-        return Prepared(prompt.tokens, partial(ReplyParser, prompt.template, prompt.text, chosen.tools))
+        return Prepared(prompt.tokens, partial(reply_parser, prompt.template, prompt.text, chosen.tools))
 
     def astream_prepared(self, prompt: Prepared, **options: Any) -> Replies:
         chosen = GenerationOptions(**options)
