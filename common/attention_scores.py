@@ -36,15 +36,24 @@ class _Tap:
         return getattr(self._ops, name)
 
     def attention(
-        self, q: Any, k: Any, v: Any, kv: Any, step: Step, scale: float, window: int | None = None, causal: bool = False
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        kv: Any,
+        step: Step,
+        scale: float,
+        window: int | None = None,
+        causal: bool = False,
+        sink_logits: Any = None,
     ) -> Any:
         if window is None:
             self.queries.append(self._ops.keep(q))
             self.keys.append(self._ops.keep(k))
             self.scales.append(scale)
-            if self.sparse:
+            if self.sparse and sink_logits is None:
                 return self._ops.block_sparse_attention(q, k, v, kv, step, scale)
-        return self._ops.attention(q, k, v, kv, step, scale, window, causal)
+        return self._ops.attention(q, k, v, kv, step, scale, window, causal, sink_logits)
 
 
 def attention_to(

@@ -263,7 +263,11 @@ CONTRADICTIONS = [
     (GOOD, {}, "'m.weight' is packed and has scales, but config.json says nothing about quantization"),
     (GOOD, {"quantization": None}, "says nothing about quantization"),
     (GOOD, {"quantization": [4]}, r"quantization in config.json is \[4\]"),
-    (GOOD, {"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'; supported are MLX's modes affine"),
+    (
+        GOOD,
+        {"quantization_config": {"quant_method": "gptq"}},
+        "quant_method 'gptq'; supported are mxfp4 and MLX's modes: affine",
+    ),
     (GOOD, {"quantization": AFFINE | {"m": False}}, "'m.weight' is packed and has scales, but config.json says False"),
     (GOOD, {"quantization": AFFINE | {"m": 4}}, "config.json says 4 for it"),
     (FLOAT | {"m.scales": GOOD["m.scales"]}, {"quantization": AFFINE}, "'m.scales' has no packed"),
