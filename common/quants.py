@@ -94,6 +94,27 @@ def dequantize(tensor: Tensor, out: np.ndarray | None = None) -> np.ndarray:
     return out
 
 
+def as_mxfp4_blocks(tensor: Tensor) -> Tensor:
+    """Convert a tensor of MLX's mode mxfp4 to GGUF's type MXFP4, which has the same values; other tensors as they are.
+
+    A block has the scale, and then values 0 to 15 in the low halves of 16 bytes, 16 to 31 in the high ones.
+    """
+    if tensor.type != "mxfp4":
+        return tensor
+    assert tensor.scales is not None
+    groups = tensor.shape[-1] // 32
+    blocks = np.empty((math.prod(tensor.shape[:-1]), groups, 17), np.uint8)
+    rows = -(-len(blocks) // math.prod(tensor.shape[:-2]))  # of one matrix of a stack
+    codes, scales = (part.reshape(len(blocks), groups, -1) for part in (tensor.data, tensor.scales.data))
+    for at in range(0, len(blocks), rows):
+        out, pairs = blocks[at : at + rows], codes[at : at + rows]
+        low, high = pairs[..., :8], pairs[..., 8:]
+        out[..., :1] = scales[at : at + rows]
+        out[..., 1::2] = low & 15 | high << 4
+        out[..., 2::2] = low >> 4 | high & 0xF0
+    return Tensor(tensor.name, "MXFP4", tensor.shape, blocks.reshape(*tensor.shape[:-1], -1))
+
+
 def bits_per_weight(tensor: Tensor) -> float:
     """Compute stored bits per value, including scales and biases."""
     return 8 * tensor.nbytes / math.prod(tensor.shape)
