@@ -166,9 +166,9 @@ def _layer_weights(c: Config, tensor: Names) -> Table:
         "router": Matrix(tensor("mlp.router.weight", "ffn_gate_inp.weight", (c.experts.count, c.hidden))),
         "router_bias": Vector(tensor("mlp.router.bias", "ffn_gate_inp.bias", (c.experts.count,))),
         **(
-            _joined_experts(c, tensor)
-            if tensor.has("mlp.experts.gate_up_proj") and tensor.dialect == "hf"
-            else _separate_experts(c, tensor)
+            _separate_experts(c, tensor)
+            if tensor.dialect == "gguf" or tensor.has("mlp.experts.gate_proj.weight")
+            else _joined_experts(c, tensor)
         ),
     }
 
@@ -197,7 +197,8 @@ def _joined_experts(c: Config, tensor: Names) -> Table:
     """List experts as published: gates and ups are alternating rows of MXFP4, or columns of floats; so are biases."""
     E, F, both = c.experts.count, c.experts.ffn, c.ranks.segment(2 * c.experts.ffn)
     name = tensor.prefix + "mlp.experts."
-    of_floats = tensor.tensors[name + "gate_up_proj"].scales is None
+    found = tensor.tensors.get(name + "gate_up_proj")
+    of_floats = found is not None and found.scales is None
     whole = (E, c.hidden, 2 * F) if of_floats else (E, 2 * F, c.hidden)
 
     def half(first: int) -> Stored:

@@ -50,6 +50,7 @@ FAMILIES = [
     "laguna",
     "glm",
     "glm4moe",
+    "gptoss",
 ]
 TWO = Placement((0, 1), (1, 1))
 

@@ -92,7 +92,7 @@ def test_a_vocabulary_that_ranks_do_not_divide():
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3moe", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna-m1", "glm", "glm4moe"]
+    "name", ["qwen3", "qwen3moe", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna-m1", "glm", "glm4moe", "gptoss"]
 )
 def test_quantized_matrices(name):
     """Groups of 32 columns go whole to a rank; what it multiplies are the same numbers."""
@@ -166,7 +166,20 @@ def test_other_names(name, dialect):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral", "qwen2", "qwen3moe", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna", "glm4moe"]
+    "name",
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3moe",
+        "qwen35",
+        "qwen35moe",
+        "qwen3next",
+        "gemma3",
+        "laguna",
+        "glm4moe",
+        "gptoss",
+    ],
 )
 def test_gguf_files(tmp_path, name):
     """Value heads tiled over key heads, rope pairs as adjacent rows; 16-bit floats, which any ranks divide."""
