@@ -183,8 +183,9 @@ def choose(weight: Weight, recipe: Recipe, requantize: bool, is_gguf: bool) -> C
             f"tensor {tensor.name!r} is quantized already ({tensor.type}), and a second rounding adds its error to the "
             "first; quantize the original, or give --requantize"
         )
-    if tensor.shape[-1] % format.unit:
-        return Choice(None, f"rows of {tensor.shape[-1]} are no multiple of {format.unit}")
+    width = (weight.stored if _is_reordered_stack(weight.stored) else tensor).shape[-1]
+    if width % format.unit:
+        return Choice(None, f"rows of {width} are no multiple of {format.unit}")
     if not is_gguf and not _fix_takes(weight.stored, tensor, format):
         return Choice(None, f"groups of {format.unit} straddle the heads that the loader reorders")
     return Choice(format)
@@ -202,9 +203,14 @@ def choice_of(weight: Weight, choices: dict[str, Choice]) -> Choice:
     return choices[first]
 
 
+def _is_reordered_stack(stored: Stored) -> bool:
+    """Test whether this is a stack of experts that is written in the order of the model, not as it is stored."""
+    return stored.fix is not None and stored.part_of is not None and len(stored.part_of) == 3
+
+
 def _fix_takes(stored: Stored, tensor: Tensor, format: Format) -> bool:
     """Test whether the loader can still reorder the weight after it is stored in `format`."""
-    if stored.fix is None or len(stored.names) > 1:
+    if stored.fix is None or len(stored.names) > 1 or _is_reordered_stack(stored):
         return True
     lead, width = tensor.shape[:-1], tensor.shape[-1]
 

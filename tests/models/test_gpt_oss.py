@@ -21,6 +21,7 @@ from common.models import blocks, gpt_oss, load_model
 from common.quants import as_mxfp4_blocks, dequantize
 from common.reference import NumpyOps
 from common.storage import state_bytes
+from generate.__main__ import main
 
 FOLDER = tiny.FOLDER / "gptoss"
 ROWS = 128
@@ -140,6 +141,36 @@ def of_mlx_lm(path, published):
 def test_folder_of_mlx_lm(ops, published, tmp_path):
     folder = of_mlx_lm(tmp_path / "mlx", published[0])
     np.testing.assert_array_equal(logits(folder, ops)[0], logits(published[0], ops)[0])
+
+
+def test_published_experts_stay_packed_in_a_folder(ops, published, tmp_path):
+    """`quantize` names them as mlx-lm does, and keeps their codes."""
+    flags = "--bits", "8", "--group-size", "32", "--layers", "experts.*=keep"
+    assert main(["quantize", str(published[0]), str(tmp_path / "out"), *flags]) == 0
+    written = open_checkpoint(tmp_path / "out")
+    stored = open_checkpoint(of_mlx_lm(tmp_path / "mlx", published[0])).tensors
+    experts = [name for name in stored if ".experts." in name]
+    assert {name for name in written.tensors if ".experts." in name} == set(experts)
+    for name in experts:
+        assert written.tensors[name].type == stored[name].type
+        np.testing.assert_array_equal(dequantize(written.tensors[name]), dequantize(stored[name]))
+    errors = tiny.errors(logits(tmp_path / "out", ops)[0], logits(published[0], ops)[0])
+    assert 0 < errors.kl < 0.1
+
+
+def test_published_experts_are_not_quantized_twice(published, tmp_path, capsys):
+    assert main(["quantize", str(published[0]), str(tmp_path / "out.gguf")]) == 1
+    assert "gate_up_proj' is quantized already (mxfp4)" in capsys.readouterr().err
+
+
+@pytest.mark.model
+def test_written_folder_in_mlx_lm(published, tmp_path):
+    assert main(["quantize", str(FOLDER), str(tmp_path / "out"), "--bits", "8", "--group-size", "32"]) == 0
+    rope = json.loads((FOLDER / "config.json").read_text())["rope_parameters"]
+    scaling = {"rope_theta": rope["rope_theta"], "rope_scaling": rope}
+    expected = mlx_lm_logits(mlx_lm_model(tmp_path / "out", **scaling), tiny.golden("gptoss")["ids"][:ROWS])
+    ours, _ = logits(tmp_path / "out", NumpyOps(), rope_parameters=rope | {"truncate": True})
+    assert tiny.errors(ours, expected).logit < LOGIT["gptoss"]
 
 
 @pytest.mark.model
