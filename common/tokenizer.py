@@ -34,6 +34,7 @@ _END_TOKENS = (
     *("<|user|>", "<|observation|>"),  # GLM
     *("</assistant>", "〈|EOS|〉"),  # Laguna
     "<end_of_turn>",  # Gemma
+    *("<|return|>", "<|call|>"),  # gpt-oss, whose <|end|> ends a message of several in a reply
 )
 
 _MAX_SPACES = 1 << 20  # in a row; the package's regular expressions give up at ten times as many
