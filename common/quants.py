@@ -67,6 +67,7 @@ BLOCKS = {
 
 # values of the `halves` of random blocks that give weights of the magnitude of trained weights
 RANDOM_HALVES = {"Q4_K": (1e-4, 7.5e-4), "Q5_K": (5e-5, 7.5e-4), "Q5_0": (1.5e-3,), "Q5_1": (1.5e-3, -2.3e-2)}
+RANDOM_EXPONENT = {"MXFP4": 120}  # the same for byte 0, a power of 2
 RANDOM_HALVES |= {"Q6_K": (2e-5,), "Q4_0": (3e-3,), "Q8_0": (2e-4,)}
 
 PLAIN = {

@@ -136,6 +136,13 @@ def test_networks_of_blocks_of_32():
         divides("glm-4.5-air:q4_k_m", 4)
 
 
+def test_experts_of_ninety_blocks():
+    """Those of gpt-oss: 2880 channels in blocks of 32."""
+    divides("gpt-oss-20b:mxfp4", 2)
+    with pytest.raises(BimetalError, match="2880 columns in MXFP4 blocks of 32 cannot be divided among 4 ranks"):
+        divides("gpt-oss-20b:mxfp4", 4)
+
+
 def test_experts_of_three_blocks():
     """The 768 channels of an expert of Qwen3-30B-A3B are three blocks of a K-quant; smaller blocks divide."""
     divides("qwen3-30b-a3b:q8_0", 4)
