@@ -71,7 +71,7 @@ class Pieces(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the rows of a step attend to.
+    """Places that the rows of a step attend to, and a score beside theirs.
 
     window  positions of the window; 0: all
     sinks   number of first positions that every row sees

@@ -12,14 +12,14 @@ from common.step import MAX_DECODE_ROWS
 from cuda_backend import rows
 from cuda_backend.arrays import Array
 from cuda_backend.context import Context
-from cuda_backend.expert_products import Groups, chosen_linear, grouped_linear, heads_of_one, joins
+from cuda_backend.expert_products import NO_CLAMP, Groups, chosen_linear, grouped_linear, heads_of_one, joins
 from cuda_backend.fuse import dense_for_product
 from cuda_backend.launch import kernel
 from cuda_backend.layout import PREFILL_COLS
 from cuda_backend.lazy import Lazy, Op, Target, lazy_of, moved
 from cuda_backend.memory import upload
 from cuda_backend.products import is_packed
-from cuda_backend.prototypes import CHOICE
+from cuda_backend.prototypes import CHOICE, CLAMP
 from cuda_backend.views import NOTHING, float4_aligned, out_of, view
 from cuda_backend.weights import Weight
 
@@ -113,7 +113,7 @@ def _chosen(
     if context.routing and experts.gate_up.layer is not None:  # the router runs only for its time
         logits = context.routing.logits_of(experts.gate_up.layer, x.shape[0])
     router = router._replace(gate=rows.linear(context, x, shared_gate) if shared_gate else None)
-    at_once = x.shape[0] == 1 and router.top_k <= 31 and matrix.rows <= 512 and not experts.biases
+    at_once = x.shape[0] == 1 and router.top_k <= 31 and matrix.rows <= 512
     if at_once and is_packed(experts.gate_up) and is_packed(experts.down):
         weights = Array((1, router.ids_per_row), context.arena.take(4 * router.ids_per_row))
         choice = _choice(context, logits, router, weights)
@@ -127,10 +127,14 @@ def _chosen(
 
 def _experts_of_one(context: Context, x: Array, experts: Experts, choice: np.ndarray, weights: Array) -> Array:
     """Compute the experts of one row; the products choose them and write their weights: kernels/choose.cuh Choice."""
-    gate_up, down, shared_gate_up, shared_down, _ = experts
-    y = chosen_linear(context, rows.as_lazy(context, x), gate_up, shared_gate_up, choice)
-    y = chosen_linear(context, y, down, shared_down, choice)
-    return Array((1, down.rows), lazy=_sum_of_experts(context, y, weights))
+    gate_up, down, shared_gate_up, shared_down, biases = experts
+    ids = context.arena.take(4 * weights.shape[1]) if biases else 0
+    of_pairs = biases and (biases.gate.address, biases.up.address, ids, biases.limit)
+    clamp = np.array(of_pairs, CLAMP) if of_pairs else NO_CLAMP
+    y = chosen_linear(context, rows.as_lazy(context, x), gate_up, shared_gate_up, choice, clamp)
+    y = chosen_linear(context, y, down, shared_down, choice, clamp)
+    best = Array((1, down.rows), lazy=_sum_of_experts(context, y, weights))
+    return rows.add(context, best, _sum_of_biases(context, biases.down, ids, weights)) if biases else best
 
 
 def _experts(context: Context, x: Array, experts: Experts, groups: Groups, weights: Array) -> Array:

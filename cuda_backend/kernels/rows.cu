@@ -70,7 +70,6 @@ add_norm(In x, In y, int has_y, const float* weight, float eps, float* sum, Out 
     }
 }
 
-#define CLAMPED_GAIN 1.702f  // common/ops.py
 #define COPY 0
 #define ADD 1
 #define SWIGLU 2
@@ -133,11 +132,7 @@ clamped(In gate, In up, const int* ids, const float* gate_bias, const float* up_
 #pragma unroll 1
     for (int i = 0; i < 4; i++) {
         float v = 0.0f;
-        if (k + i < out.K) {
-            float g = a.x + gate_bias[at + i], u = b.x + up_bias[at + i];  // fminf would hide NaN
-            g = g > limit ? limit : g, u = u > limit ? limit : u < -limit ? -limit : u;
-            v = (u + 1.0f) * g * sigmoid(CLAMPED_GAIN * g);
-        }
+        if (k + i < out.K) v = clamped_swiglu(a.x + gate_bias[at + i], b.x + up_bias[at + i], limit);
         a = make_float4(a.y, a.z, a.w, v), b = make_float4(b.y, b.z, b.w, 0.0f);
     }
     store_four(out, t, k, a);

@@ -280,6 +280,8 @@ def product_builds(card: Card) -> list[Build]:
         kinds = (8, 1, 0, 0), (2, 1, 2, 0), (16, 1, 2, 0), (1, 0, 1, 0), (1, 0, 0, 1)
         builds += [("single", single(card, type_, *kind)) for kind in kinds]
         builds += [("single", (*single(card, type_, *kind), "MOVED=1")) for kind in ((8, 1, 0, 0), (8, 1, 2, 0))]
+        clamped = [(*single(card, type_, n, 1, made, 0), "CLAMPED=1") for n in (1, 4) for made in (0, 2)]
+        builds += [("single", (*form, *moved)) for form in clamped for moved in ((), ("MOVED=1",))]
         builds += [("experts", (*expert_defines(card, type_, 8), "MOVED=1"))]
         builds += [(stem, tile_defines(type_)) for stem in ("repack", "expand")]
     return builds
