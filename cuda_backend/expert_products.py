@@ -169,11 +169,11 @@ def _single(
     shared = ring(card, s.type, 1)[2]
     per = 1 if choice is None else -(-int(choice["E"]) // 32)
     chosen = f"CHOICE={int(choice is not None)}", f"MADE={x.combined}", f"PACK={int(bool(out['packed']))}"
-    chosen += ("CLAMPED=1",) if x.clamp["ids"] else ()
+    clamped = ("CLAMPED=1",) if x.clamp["ids"] else ()
     stack = s.matrices(behind.memory.address), np.zeros((), CHOICE) if choice is None else choice, x.clamp
     row = x.packed, x.stride, view(x.array) if x.array else NOTHING
     cut = s.rows, s.columns, s.k_blocks, parts, inverse(parts), matrices * row_stride, row_stride
-    kernel("single", "single", (*single_defines(card, s.type), f"PER={per}", *chosen, *_moved(s)), shared)(
+    kernel("single", "single", (*single_defines(card, s.type), f"PER={per}", *chosen, *clamped, *_moved(s)), shared)(
         (parts, s.row_blocks, matrices),
         (288,),
         (*stack, *row, out, *cut, *norm),

@@ -278,8 +278,8 @@ class MlxOps(Ops):
         biases: ExpertBiases | None = None,
     ) -> Array:
         if biases is not None:
-            of_experts = {name: self._like_activations(getattr(biases, name)) for name in ("gate", "up", "down")}
-            biases = biases._replace(**of_experts)
+            gate, up, of_down = map(self._like_activations, (biases.gate, biases.up, biases.down))
+            biases = biases._replace(gate=gate, up=up, down=of_down)
         if not isinstance(gate_up, Streamed):
             return products.moe(x, gate_up, down, ids, weights, biases)
         if not len(ids):  # a step without logits: a quantized router's product without rows divides by 0
