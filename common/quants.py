@@ -103,17 +103,20 @@ def as_mxfp4_blocks(tensor: Tensor) -> Tensor:
     if tensor.type != "mxfp4":
         return tensor
     assert tensor.scales is not None
-    groups = tensor.shape[-1] // 32
-    blocks = np.empty((math.prod(tensor.shape[:-1]), groups, 17), np.uint8)
-    rows = -(-len(blocks) // math.prod(tensor.shape[:-2]))  # of one matrix of a stack
-    codes, scales = (part.reshape(len(blocks), groups, -1) for part in (tensor.data, tensor.scales.data))
-    for at in range(0, len(blocks), rows):
-        out, pairs = blocks[at : at + rows], codes[at : at + rows]
-        low, high = pairs[..., :8], pairs[..., 8:]
-        out[..., :1] = scales[at : at + rows]
-        out[..., 1::2] = low & 15 | high << 4
-        out[..., 2::2] = low >> 4 | high & 0xF0
-    return Tensor(tensor.name, "MXFP4", tensor.shape, blocks.reshape(*tensor.shape[:-1], -1))
+    *rows, size = tensor.shape
+    blocks, low = np.empty((math.prod(rows), size // 32, 17), np.uint8), np.uint64(0x0F0F0F0F0F0F0F0F)
+    codes, scales = (part.reshape(-1, part.shape[-1]) for part in (tensor.data, tensor.scales.data))
+    step = max(1, CHUNK // size)
+    for at in range(0, len(blocks), step):
+        halves = np.ascontiguousarray(codes[at : at + step]).view("<u8").reshape(-1, 2)
+        first, second = halves[:, 0], halves[:, 1]
+        even = first & low | (second & low) << np.uint64(4)
+        odd = first >> np.uint64(4) & low | second & ~low
+        pairs = even.view(np.uint8).astype("<u2") | odd.view(np.uint8).astype("<u2") << np.uint16(8)
+        out = blocks[at : at + step]
+        out[..., 1:] = pairs.view(np.uint8).reshape(len(out), -1, 16)
+        out[..., 0] = scales[at : at + step]
+    return Tensor(tensor.name, "MXFP4", tensor.shape, blocks.reshape(*rows, -1))
 
 
 def bits_per_weight(tensor: Tensor) -> float:
