@@ -234,13 +234,6 @@ WRONG = [  # model, format, key, value, what the sentence says
     ("llama", "safetensors", "rope_parameters/short_factor", [1.0], "rope_parameters.short_factor is not supported"),
     ("llama", "safetensors", "rope_parameters/rope_theta", 1.0, "the rope base is 1.0, expected a number above 1"),
     ("llama", "safetensors", "head_dim", 3, "rope turns 3 channels of a head, expected an even number"),
-    (
-        "qwen3-yarn",
-        "safetensors",
-        "rope_parameters/truncate",
-        False,
-        "rope_parameters.truncate is False; supported: True",
-    ),
     ("qwen3-yarn", "safetensors", "rope_parameters/mscale", 1.0, "rope_parameters.mscale is not supported"),
     (
         "qwen3-yarn",
