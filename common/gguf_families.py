@@ -180,6 +180,20 @@ def _glm4_moe(c: Any, values: Values) -> Values:
     }
 
 
+def _gpt_oss(c: Any, values: Values) -> Values:
+    keys = _grouped(c) | ({"attention.sliding_window": c.window} if c.window else {})
+    keys |= {
+        "block_count": len(c.is_sliding),
+        "feed_forward_length": c.experts.ffn,
+        "expert_count": c.experts.count,
+        "expert_used_count": c.experts.top_k,
+        "expert_feed_forward_length": c.experts.ffn,
+    }
+    if c.is_sliding != tuple(i % 2 == 0 for i in range(len(c.is_sliding))):  # which readers assume
+        keys["attention.sliding_window_pattern"] = list(c.is_sliding)
+    return keys
+
+
 def _gemma3(c: Any, values: Values) -> Values:
     keys = _grouped(c) | {"block_count": len(c.is_sliding), "feed_forward_length": c.ffn}
     return keys | ({"attention.sliding_window": c.window} if c.window else {})
@@ -212,5 +226,6 @@ FAMILIES = {  # by config.json's model_type
     "gemma3": Family("gemma3", _gemma3, theta=1e6, rope=_gemma3_rope),
     "gemma3_text": Family("gemma3", _gemma3, theta=1e6, rope=_gemma3_rope),
     "glm4_moe": Family("glm4moe", _glm4_moe, pre="glm4"),
+    "gpt_oss": Family("gpt-oss", _gpt_oss, theta=150000.0),
     "glm4_moe_lite": Family("deepseek2", _glm, theta=1e6, pre="glm4"),
 }

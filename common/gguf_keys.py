@@ -228,6 +228,6 @@ def _pre_name(file: Path, values: dict[str, Any], preferred: str | None) -> str:
     if name is None:
         raise BimetalError(
             f"{file} splits text in a way that has no name in GGUF files; supported are the byte-level BPE tokenizers "
-            "of Qwen, Llama 3, GLM, SmolLM, GPT-2 and Laguna"
+            "of Qwen, Llama 3, GLM, SmolLM, GPT-2, Laguna and gpt-oss"
         )
     return name

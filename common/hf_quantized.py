@@ -56,8 +56,9 @@ def fold_other(tensors: Mapping[str, Tensor], table: Mapping[str, Any]) -> dict[
     """
     method = table.get("quant_method")
     if method not in METHODS:
+        known = ", ".join(METHODS)
         raise BimetalError(
-            f"config.json says quant_method {shown(method)}; supported are {', '.join(METHODS)} and MLX's own modes"
+            f"config.json says quant_method {shown(method)}; supported are {known}, mxfp4 and MLX's own modes"
         )
     if method == "compressed-tensors" and table.get("format") not in CT_FORMATS:
         raise BimetalError(

@@ -154,9 +154,10 @@ class Joined:
         scale: float,
         window: int | None = None,
         causal: bool = False,
+        sink_logits: Array | None = None,
     ) -> Array:
-        attend = self._ops.attention
-        return self._each(step, lambda i, at, part: attend(q[at], k[at], v[at], kv[i], part, scale, window, causal))
+        attend, seen = self._ops.attention, (window, causal, sink_logits)
+        return self._each(step, lambda i, at, part: attend(q[at], k[at], v[at], kv[i], part, scale, *seen))
 
     def write_kv(self, k: Array, v: Array, kv: Any, step: JoinedStep) -> None:
         for own, at, part in zip(kv, step.runs, step.parts, strict=True):

@@ -26,6 +26,11 @@ from common.wedlm_calibration import NAME as CALIBRATION
 from common.weights import Layout, Stored, canonical, dense, exchanged
 
 SPLIT = {"k_up": "embed_q", "v_up": "unembed_out"}  # what mlx-lm makes of GLM's kv_b_proj, by our names
+EXPERTS = {  # modules of what gpt-oss's safetensors join or transpose, by our names
+    "experts_gate_up": ("gate_proj.weight", "up_proj.weight"),
+    "experts_down": ("down_proj.weight",),
+    **{f"{part}_bias": (f"{part}_proj.bias",) for part in ("gate", "up", "down")},
+}
 KEPT_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # tokenizers, templates, settings, code
 Advance = Callable[[int], object]
 Entry = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, bytes
@@ -35,25 +40,54 @@ def folder_outputs(
     checkpoint: Checkpoint, layout: Layout, weights: dict[str, Weight], choices: dict[str, Choice]
 ) -> list[Output]:
     """List every tensor of a safetensors checkpoint as the folder will store it, in the order of the files."""
-    outputs, split = [], _split(layout)
+    outputs, split, apart = [], _split(layout), _apart(layout)
     for name, tensor in checkpoint.tensors.items():
         new_name = _mlx_name(checkpoint, name)
-        if name not in weights:
+        if name in apart:
+            for module, stored in apart[name]:
+                outputs.append(_expert_part(checkpoint, module, stored, weights.get(name), choices.get(name)))
+        elif name not in weights:
             if (kept := _as_mlx_lm(checkpoint, name, tensor)) is not None:
                 outputs.append(output_of(new_name, kept))
-            continue
-        weight, choice = weights[name], choices[name]
-        if len(weight.stored.names) > 1:
-            if name == weight.stored.names[0]:
-                outputs.append(_stacked(checkpoint, new_name, weight, choice_of(weight, choices)))
-        elif name in split and choice.format is not None:
-            outputs += [_part(checkpoint, new_name, weight, choice.format, *part) for part in split[name]]
-        elif weight.stored.fix is exchanged:
-            outputs += _exchanged(checkpoint, new_name, weight, choice)
+        elif len(weights[name].stored.names) > 1:
+            if name == weights[name].stored.names[0]:
+                outputs.append(_stacked(checkpoint, new_name, weights[name], choice_of(weights[name], choices)))
+        elif name in split and (format := choices[name].format) is not None:
+            outputs += [_part(checkpoint, new_name, weights[name], format, *part) for part in split[name]]
+        elif weights[name].stored.fix is exchanged:
+            outputs += _exchanged(checkpoint, new_name, weights[name], choices[name])
         else:
+            weight, choice = weights[name], choices[name]
             for module, part in _as_modules(new_name, tensor, choice.format):
                 outputs.append(output_of(module, part, weight.kind, choice.format, choice.reason))
     return outputs
+
+
+def _apart(layout: Layout) -> dict[str, list[tuple[str, Stored]]]:
+    """Return what gpt-oss's safetensors hold of experts and mlx-lm divides: the name and the place of each part."""
+    found: dict[str, list[tuple[str, Stored]]] = {}
+    for table in layout.layers if "gate_bias" in layout.layers[0] else ():
+        for entry, modules in EXPERTS.items():
+            for stored, module in zip(table[entry].parts, modules, strict=True):  # type: ignore[union-attr]
+                (name,) = stored.names
+                if not name.endswith(module):
+                    found.setdefault(name, []).append((f"{name.rpartition('.')[0]}.{module}", stored))
+    return found
+
+
+def _expert_part(
+    checkpoint: Checkpoint, module: str, stored: Stored, weight: Weight | None, choice: Choice | None
+) -> Output:
+    """Take one module's weight, or its biases if `weight` is None, out of a tensor of all experts."""
+    load = partial(canonical, checkpoint, stored, unseen=True)
+    if weight is None or choice is None:
+        return output_of(module, load())
+    tensor = weight.tensor
+    if choice.format is None and tensor.scales is not None:
+        return Output(module, weight.kind, stored.shape, tensor.type, None, load, choice.reason)
+    type_ = float_type(tensor)
+    format = choice.format or Format(type_ if type_ in FLOAT_TYPES else "F32")
+    return Output(module, weight.kind, stored.shape, type_, format, load, choice.reason)
 
 
 def _split(layout: Layout) -> dict[str, list[tuple[str, Stored]]]:

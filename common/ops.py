@@ -19,6 +19,7 @@ from common.expert_forms import Streamed
 from common.sampling import GREEDY, Sampler, Samplers, argmax_entropy, top_k
 from common.step import Step
 
+CLAMPED_GAIN = 1.702  # of the gate, in the sigmoid of clamped SwiGLU
 L2_EPS = 1e-6  # added to the sum of squares under the root, to normalize q and k of Gated DeltaNet
 
 
@@ -34,6 +35,22 @@ class Rope:
     magnitude: float = 1.0
 
 
+class ExpertBiases(NamedTuple):
+    """Biases of E experts, whose activation is then SwiGLU of clamped gates and ups, as in gpt-oss.
+
+    router    (E,), added to the router's logits
+    gate, up  (E, F) each, added to the products with gate and up rows
+    down      (E, hidden), added to an expert's output before its weight
+    limit     gates are at most this, ups from -limit to limit: (up + 1) * gate * sigmoid(CLAMPED_GAIN * gate)
+    """
+
+    router: Array
+    gate: Array
+    up: Array
+    down: Array
+    limit: float
+
+
 class ExpertWeights(NamedTuple):
     """A feed-forward network of E experts, and perhaps a shared expert, which computes every row.
 
@@ -42,6 +59,7 @@ class ExpertWeights(NamedTuple):
     shared_gate_up  (2 F', hidden), of the shared expert, as shared_down (hidden, F'); None: there is no shared expert
     shared_gate     (1, hidden): the sigmoid of its product scales the shared expert's output; None: no scale
     bias            (E,), added to the sigmoids by which experts are chosen; None: they are chosen by softmax
+    biases          of the experts and of their router; None: no biases, and SwiGLU without limits
     """
 
     router: Weight
@@ -51,6 +69,7 @@ class ExpertWeights(NamedTuple):
     shared_down: Weight | None = None
     shared_gate: Weight | None = None
     bias: Array | None = None
+    biases: ExpertBiases | None = None
 
 
 class LatentWeights(NamedTuple):
@@ -160,12 +179,15 @@ class Ops(Backend):
         scale: float,
         window: int | None = None,
         causal: bool = False,
+        sink_logits: Array | None = None,
     ) -> Array:
         """Compute grouped-query attention over the committed past and the step's visible rows.
 
         q (T, H, D), k (T, K, D), v (T, K, Dv) -> (T, H, Dv); query head h reads KV head h // (H // K).
         A window of n masks positions at or below the row's own minus n, except for the attention sinks of the state.
         With `causal` a row of a block does not attend to later rows.
+
+        sink_logits  (H,) float32: the softmax of each head has one more score, this one, whose value is zero
         """
 
     @abstractmethod
@@ -244,8 +266,16 @@ class Ops(Backend):
         """
 
     @abstractmethod
-    def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:
-        """Compute the sum over the chosen experts of weight * down(silu(gate x) * up x).
+    def moe(
+        self,
+        x: Array,
+        gate_up: Weight,
+        down: Weight,
+        ids: Array,
+        weights: Array,
+        biases: ExpertBiases | None = None,
+    ) -> Array:
+        """Compute the sum over the chosen experts of weight * down(silu(gate x) * up x), or that with `biases`.
 
         gate_up (E, 2 F, hidden), gate rows first; down (E, hidden, F); ids, weights (T, k) -> (T, hidden).
         """
@@ -345,9 +375,11 @@ class Ops(Backend):
             w.gate_up.prefetch()
         y = None if w.shared_gate_up is None else self._shared_expert(x, w)
         logits = self.linear(x, w.router)
+        if w.biases is not None:
+            logits = self.add(logits, w.biases.router)
         softmax = w.bias is None
         chosen = self.route_softmax(logits, top_k) if softmax else self.route_sigmoid(logits, w.bias, top_k, scale)
-        best = self.moe(x, w.gate_up, w.down, *chosen)
+        best = self.moe(x, w.gate_up, w.down, *chosen, w.biases)
         return best if y is None else self.add(best, y)
 
     def _shared_expert(self, x: Array, w: ExpertWeights) -> Array:

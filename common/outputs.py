@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common.amounts import shown_size
 from common.checkpoint import UNFINISHED, Checkpoint, files_of
 from common.errors import BimetalError, UsageError
@@ -55,7 +57,9 @@ def encoded_chunks(output: Output) -> Iterator[Encoded]:
     """Yield the output's rows in the form in which they are written, in order."""
     for tensor in output.stack or (output.load(),):
         if output.format is None:
-            parts = [part and part.data.reshape(-1) for part in (tensor, tensor.scales, tensor.biases)]
+            parts = [
+                part and np.ascontiguousarray(part.data).reshape(-1) for part in (tensor, tensor.scales, tensor.biases)
+            ]
             yield Encoded(*parts)  # type: ignore[arg-type]
         else:
             for rows, type_ in float_chunks(tensor):

@@ -67,6 +67,7 @@ BLOCKS = {
 
 # values of the `halves` of random blocks that give weights of the magnitude of trained weights
 RANDOM_HALVES = {"Q4_K": (1e-4, 7.5e-4), "Q5_K": (5e-5, 7.5e-4), "Q5_0": (1.5e-3,), "Q5_1": (1.5e-3, -2.3e-2)}
+RANDOM_EXPONENT = {"MXFP4": 120}  # the same for byte 0, a power of 2
 RANDOM_HALVES |= {"Q6_K": (2e-5,), "Q4_0": (3e-3,), "Q8_0": (2e-4,)}
 
 PLAIN = {
@@ -101,6 +102,30 @@ def q8_0_blocks(values: np.ndarray) -> np.ndarray:
     codes = np.rint(blocks / np.where(scales > 0, scales, 1).astype(np.float32))
     codes = np.clip(codes, -127, 127).astype(np.int8).view(np.uint8)
     return np.concatenate([scales.view(np.uint8), codes], axis=2).reshape(len(values), -1)
+
+
+def as_mxfp4_blocks(tensor: Tensor) -> Tensor:
+    """Convert a tensor of MLX's mode mxfp4 to GGUF's type MXFP4, which has the same values; other tensors as they are.
+
+    A block has the scale, and then values 0 to 15 in the low halves of 16 bytes, 16 to 31 in the high ones.
+    """
+    if tensor.type != "mxfp4":
+        return tensor
+    assert tensor.scales is not None
+    *rows, size = tensor.shape
+    blocks, low = np.empty((math.prod(rows), size // 32, 17), np.uint8), np.uint64(0x0F0F0F0F0F0F0F0F)
+    codes, scales = (part.reshape(-1, part.shape[-1]) for part in (tensor.data, tensor.scales.data))
+    step = max(1, CHUNK // size)
+    for at in range(0, len(blocks), step):
+        halves = np.ascontiguousarray(codes[at : at + step]).view("<u8").reshape(-1, 2)
+        first, second = halves[:, 0], halves[:, 1]
+        even = first & low | (second & low) << np.uint64(4)
+        odd = first >> np.uint64(4) & low | second & ~low
+        pairs = even.view(np.uint8).astype("<u2") | odd.view(np.uint8).astype("<u2") << np.uint16(8)
+        out = blocks[at : at + step]
+        out[..., 1:] = pairs.view(np.uint8).reshape(len(out), -1, 16)
+        out[..., 0] = scales[at : at + step]
+    return Tensor(tensor.name, "MXFP4", tensor.shape, blocks.reshape(*rows, -1))
 
 
 def bits_per_weight(tensor: Tensor) -> float:

@@ -16,7 +16,7 @@ from common.errors import NotFiniteError
 from common.expert_forms import ExpertForm, Streamed
 from common.host import available_bytes, peak_resident_bytes
 from common.kv_cache import ALL_PAIRS
-from common.ops import L2_EPS, GateWeights, LatentWeights, Ops, Rope
+from common.ops import CLAMPED_GAIN, L2_EPS, ExpertBiases, GateWeights, LatentWeights, Ops, Rope
 from common.quants import dequantize
 from common.reference_experts import NumpySlots
 from common.reference_packed import NumpyPacked
@@ -44,6 +44,12 @@ def silu(x: np.ndarray) -> np.ndarray:
 def gelu(x: np.ndarray) -> np.ndarray:
     """Compute x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x³), as x sigmoid(2 u)."""
     return x * sigmoid(np.float32(2 * (2 / np.pi) ** 0.5) * (x + np.float32(0.044715) * x**3))
+
+
+def clamped_swiglu(gate: np.ndarray, up: np.ndarray, limit: float) -> np.ndarray:
+    """Compute (up + 1) gate sigmoid(1.702 gate), of gates up to `limit` and ups from -limit to limit."""
+    gate, up = np.minimum(gate, np.float32(limit)), np.clip(up, np.float32(-limit), np.float32(limit))
+    return (up + 1) * gate * sigmoid(np.float32(CLAMPED_GAIN) * gate)
 
 
 def softplus(x: np.ndarray) -> np.ndarray:
@@ -166,13 +172,14 @@ class NumpyOps(Ops):
         scale: float,
         window: int | None = None,
         causal: bool = False,
+        sink_logits: Array | None = None,
     ) -> Array:
         step.the_slot()
         parts = kv.append(step, k, v, q=q)
         seen = [_mask_of(part, step, kv, window, causal) for part in parts]
         keys, values = parts[0].rows if len(parts) == 1 else _joined(parts)
         joined = seen[0] if len(parts) == 1 else np.concatenate(seen, axis=1)
-        return _attend(q, keys, values, joined, scale, step.is_long)
+        return _attend(q, keys, values, joined, scale, step.is_long, sink_logits)
 
     def block_sparse_attention(self, q: Array, k: Array, v: Array, kv: Any, step: Step, scale: float) -> Array:
         parts = kv.append(step, k, v)
@@ -274,7 +281,15 @@ class NumpyOps(Ops):
         weights = np.take_along_axis(p, ids, axis=-1)
         return ids, weights * (np.float32(scale) / weights.sum(axis=-1, keepdims=True))
 
-    def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:
+    def moe(
+        self,
+        x: Array,
+        gate_up: Weight,
+        down: Weight,
+        ids: Array,
+        weights: Array,
+        biases: ExpertBiases | None = None,
+    ) -> Array:
         if isinstance(gate_up, Streamed):
             places, gate_up, down = gate_up.fetch(ids), gate_up.parts, down.parts
         else:
@@ -284,7 +299,12 @@ class NumpyOps(Ops):
             rows, slot = np.nonzero(ids == expert)
             place = places[expert]
             gate, up = np.split(product(x[rows], gate_up[place], self.is_long), 2, axis=-1)
-            out[rows] += weights[rows, slot, None] * product(self.swiglu(gate, up), down[place], self.is_long)
+            if biases is None:
+                y = product(self.swiglu(gate, up), down[place], self.is_long)
+            else:
+                channels = clamped_swiglu(gate + biases.gate[expert], up + biases.up[expert], biases.limit)
+                y = product(channels, down[place], self.is_long) + biases.down[expert]
+            out[rows] += weights[rows, slot, None] * y
         return out
 
     def sample(self, logits: Array, sampler: Sampler | Samplers) -> Array:
@@ -332,11 +352,19 @@ def _latent_rows(kv: Any, latent: np.ndarray, k_rope: np.ndarray) -> np.ndarray:
 
 
 def _attend(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray, scale: float, is_long: bool
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    mask: np.ndarray,
+    scale: float,
+    is_long: bool,
+    sink_logits: np.ndarray | None = None,
 ) -> np.ndarray:
     """Compute softmax(scale q·k) v over seen rows: q (T, H, D), keys (n, K, D), values (n, K, Dv) -> (T, H, Dv)."""
     T, H, D = q.shape
-    q = q.reshape(T, keys.shape[1], -1, D) * np.float32(scale)
+    K = keys.shape[1]
+    q = q.reshape(T, K, -1, D) * np.float32(scale)
+    sinks = None if sink_logits is None else sink_logits.reshape(K, -1)
     size, attend_part = (
         (ATTENDED, _attend_together) if is_long else (1, _attend_row)
     )  # a decoding row is computed alone
@@ -345,30 +373,43 @@ def _attend(
         columns = np.flatnonzero(mask[rows].any(axis=0))
         lowest, end = int(columns[0]), int(columns[-1]) + 1
         own = slice(lowest, end) if len(columns) == end - lowest else columns  # a slice is not copied
-        out.append(attend_part(q[rows], keys[own], values[own], mask[rows, own]))
+        out.append(attend_part(q[rows], keys[own], values[own], mask[rows, own], sinks))
     return np.concatenate(out).reshape(T, H, -1)
 
 
-def _attend_row(q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def _attend_row(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray, sinks: np.ndarray | None
+) -> np.ndarray:
     """Compute `_attend_together` for one row that attends to all keys; einsum's order does not depend on threads."""
-    scores = _softmax(np.einsum("tkgd,nkd->kgtn", q, keys))
+    scores = np.einsum("tkgd,nkd->kgtn", q, keys)
+    scores = _softmax(scores, None if sinks is None else sinks[:, :, None, None])
     return np.einsum("kgtn,nkv->tkgv", scores, values)
 
 
-def _attend_together(q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Compute softmax(q·k) v by BLAS: q (T, K, heads per group, D), keys (n, K, D), values (n, K, Dv)."""
+def _attend_together(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray, sinks: np.ndarray | None
+) -> np.ndarray:
+    """Compute softmax(q·k) v by BLAS: q (T, K, heads per group, D), keys (n, K, D), values (n, K, Dv).
+
+    sinks  (K, heads per group): one more score of each head, without a value; None: there is none
+    """
     T, K, group, D = q.shape
     scores = q.transpose(1, 2, 0, 3).reshape(K, group * T, D) @ keys.transpose(1, 2, 0)
     np.copyto(scores.reshape(K, group, T, -1), -np.inf, where=~mask)
-    out = _softmax(scores) @ values.transpose(1, 0, 2)
+    out = _softmax(scores, None if sinks is None else np.repeat(sinks, T, axis=1)[..., None]) @ values.transpose(
+        1, 0, 2
+    )
     return out.reshape(K, group, T, -1).transpose(2, 0, 1, 3)
 
 
-def _softmax(scores: np.ndarray) -> np.ndarray:
-    """Compute softmax over the last axis, in place."""
-    scores -= scores.max(axis=-1, keepdims=True)
+def _softmax(scores: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
+    """Compute softmax over the last axis and a further score `sinks` (..., 1), which is left out; in place."""
+    top = scores.max(axis=-1, keepdims=True)
+    top = top if sinks is None else np.maximum(top, sinks)
+    scores -= top
     np.exp(scores, out=scores)
-    scores /= scores.sum(axis=-1, keepdims=True)
+    total = scores.sum(axis=-1, keepdims=True)
+    scores /= total if sinks is None else total + np.exp(sinks - top)
     return scores
 
 

@@ -108,6 +108,8 @@ def fold_quantized(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[s
         table = {}
     if not isinstance(table, dict):
         raise BimetalError(f"quantization in config.json is {table!r}; it must be an object")
+    if table.get("quant_method") == "mxfp4":
+        return _fold_blocks(tensors)
     if "quant_method" in table:
         return fold_other(tensors, table)
     if eighth := next((tensor for tensor in tensors.values() if tensor.type == "F8_E4M3"), None):
@@ -130,6 +132,33 @@ def fold_quantized(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[s
             raise BimetalError(f"tensor {name!r} has no packed (U32) weight beside it")
         else:
             folded[name] = tensor
+    return folded
+
+
+def _fold_blocks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Fold `X_blocks` (..., groups, 16) and `X_scales` (..., groups), uint8, into a tensor `X` of MLX's mode mxfp4.
+
+    Its last axis has 32 values for each group, as gpt-oss stores them: codes of 4 bits, the first in the low half.
+    """
+    folded = {}
+    for name, blocks in tensors.items():
+        if name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" in tensors:
+            continue
+        module, scales = name.removesuffix("_blocks"), tensors.get(name.removesuffix("_blocks") + "_scales")
+        if module == name:
+            folded[name] = blocks
+            continue
+        if scales is None:
+            raise BimetalError(f"tensor {name!r} has blocks of mxfp4, but there is no {module + '_scales'!r}")
+        *rows, groups, size = blocks.shape if len(blocks.shape) > 2 else (0, 0, 0)
+        if (blocks.type, scales.type, size, scales.shape) != ("U8", "U8", 16, (*rows, groups)):
+            raise BimetalError(
+                f"tensor {name!r} is {blocks.type} {blocks.shape} and its scales {scales.type} {scales.shape}, which "
+                "does not fit blocks of mxfp4: U8 (..., groups, 16) and U8 (..., groups)"
+            )
+        codes = blocks.data.reshape(*rows, groups * size)
+        shape = (*rows, groups * size * 2)
+        folded[module] = Tensor(module, "mxfp4", shape, codes, scales=scales, bits=4, group_size=32)
     return folded
 
 

@@ -50,6 +50,7 @@ class Pieces(NamedTuple):
     most       largest number of positions of a sequence
     turn_back  columns of the output that are rotated back together, 0: none
     folded     whether the sums of a piece may include those of earlier pieces
+    logits     address of the sink logits, as in `Seen`
     """
 
     most: int
@@ -66,46 +67,70 @@ class Pieces(NamedTuple):
     trunk: int
     turn_back: int = 0
     folded: bool = False
+    logits: int = 0
+
+
+class Seen(NamedTuple):
+    """Places that the rows of a step attend to, and a score beside theirs.
+
+    window  positions of the window; 0: all
+    sinks   number of first positions that every row sees
+    logits  address of sink logits: one more score of each head, without a value; 0: none
+    """
+
+    window: int = 0
+    sinks: int = 0
+    logits: int = 0
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        return ("SINK_LOGITS=1",) if self.logits else ()
+
+
+ALL = Seen()
+
+Heads = tuple[Array | None, Array, Array]  # queries, keys and values of a step
 
 
 def attention(
     context: Context,
-    q: Array,
-    k: Array,
-    v: Array,
+    heads: Heads,
     kv: KV,
     step: Any,
     scale: float,
     window: int | None = None,
     causal: bool = False,
+    sink_logits: Array | None = None,
 ) -> Array:
+    q, k, _ = heads
+    assert q
     T, H, D = q.shape
     K, wide = k.shape[1], kv.keys.width
     step = context.step_of(step, kv.store)
     if window and kv.exact:
         raise BimetalError(f"a window of {window} over a compressed cache that keeps every position is not supported")
     q16 = context.arena.take(T * H * wide * 2)
-    sinks = kv.store.window[1]
+    seen = Seen(window or 0, kv.store.window[1], sink_logits.address if sink_logits else 0)
     keys, values = kv.keys, kv.values
     if step.prefill and kv.store.is_ring:  # rows of the step would overwrite each other in the ring
         keys, values = unrolled(kv, step, context.arena, context.stream)
-    exact = write_rows(context, (q, k, v), kv, step, q16, (keys, values))
+    exact = write_rows(context, heads, kv, step, q16, (keys, values))
     if step.prefill:
-        out = attend_long(context, q16, (keys, values), (T, H, D), step, scale, (window or 0, sinks), exact)
+        out = attend_long(context, q16, (keys, values), (T, H, D), step, scale, seen, exact)
         if kv.store.is_ring:
             rolled(kv, step, (keys, values), context.stream)
         close_exact(context, kv, step, exact)
         return out
     formats = *format_defines(keys, values), *exact.defines
-    ways = windowed(window or 0), f"ALONE={int(step.runs == 1)}"
+    ways = windowed(seen.window), f"ALONE={int(step.runs == 1)}"
     # compile the kernels for a long past together with those that run now, so that no reply waits for them later
     for each in (replace(step, long_past=True), step):
-        launches = pieces_launches(context.card, kv, each, H // K, exact, window or 0)
+        launches = pieces_launches(context.card, kv, each, H // K, exact, seen.window)
         runs = [kernel(x.name, x.name, (*x.defines, *formats, *ways), x.shared) for x in launches]
     shares = max(1, launches[0].ctas * context.card.sms // (K * launches[0].blocks))
     if window and step.runs == 1:  # more CTAs would find nothing to do
-        shares = min(shares, (window + sinks) // SPLIT_TILE + 4 + T)
-    pieces = new_pieces(context, kv.store, (T, H), values, shares, (window or 0, sinks))
+        shares = min(shares, (seen.window + seen.sinks) // SPLIT_TILE + 4 + T)
+    pieces = new_pieces(context, kv.store, (T, H), values, shares, seen)
     for run, launch in zip(runs, launches, strict=True):
         run(
             (launch.blocks, K, shares),  # CTAs that have work come first, so that each multiprocessor gets one
@@ -120,8 +145,8 @@ def attention(
                 step.positions.address,
                 T,
                 scale * LOG2_E,
-                window or 0,
-                sinks,
+                seen.window,
+                seen.sinks,
                 causal,
                 pieces.trunk,
                 pieces.sums,
@@ -140,19 +165,16 @@ def new_pieces(
     shape: tuple[int, int],
     values: Plane,
     shares: int,
-    seen: tuple[int, int] = (0, 0),
+    seen: Seen,
 ) -> Pieces:
-    """Allocate the sums of (rows, heads) = `shape`; `shares` CTAs divide the pieces among them.
-
-    seen  as in `attend_long`
-    """
-    (T, H), (window, sinks), wide, most = shape, seen, values.width, store.max_rows
+    """Allocate the sums of (rows, heads) = `shape`; `shares` CTAs divide the pieces among them."""
+    (T, H), (window, sinks, logits), wide, most = shape, seen, values.width, store.max_rows
     trunk = piece_places(most, SPLIT_TILE, window, sinks, shares)
     count = trunk + tail_places(SPLIT_TILE, T)
     sums = sums_memory(context, (count, T, H, wide), most, len(store.lengths))
     cut = SPLIT_TILE.bit_length() - 1, window, sinks, shares, trunk
     stats = sums + count * T * H * wide * 4
-    return Pieces(most, sums, stats, T, H, wide, 0, *cut, turn_back(values))
+    return Pieces(most, sums, stats, T, H, wide, 0, *cut, turn_back(values), logits=logits)
 
 
 class PiecesLaunch(NamedTuple):
@@ -224,9 +246,6 @@ def write_kv(context: Context, k: Array, v: Array, kv: KV, step: Any) -> None:
     else:
         exact = write_rows(context, (None, k, v), kv, step, 0, (kv.keys, kv.values))
         close_exact(context, kv, step, exact)
-
-
-Heads = tuple[Array | None, Array, Array]  # queries, keys and values of a step
 
 
 def write_rows(context: Context, heads: Heads, kv: KV, step: DeviceStep, q16: int, room: Planes) -> ExactStep:
@@ -313,13 +332,12 @@ def attend_long(
     shape: tuple[int, int, int],
     step: DeviceStep,
     scale: float,
-    seen: tuple[int, int] = (0, 0),
+    seen: Seen = ALL,
     exact: ExactStep = NO_EXACT,
     sight: Sight | None = None,
 ) -> Array:
     """Attend with the rows of a long step, (T, H, D) = `shape`, to `room`: the planes of all slots or of one.
 
-    seen   (positions of the window, 0: all; number of first positions that every row sees)
     sight  blocks of keys that each block of rows sees; None: all
     """
     (T, H, D), (keys, values) = shape, room
@@ -328,7 +346,7 @@ def attend_long(
     K, wide = keys.heads, keys.width
     out = Array((T, H, D), context.arena.take(T * H * D * 4))
     tiles, shared = whole_tiles(context.card, wide)
-    formats = *format_defines(keys, values), *exact.defines, *((f"SPARSE={BLOCK}",) if sight else ())
+    formats = *format_defines(keys, values), *exact.defines, *((f"SPARSE={BLOCK}",) if sight else ()), *seen.defines
     kernel("attention", "whole", (*tiles, f"DIM={D}", *formats), shared)(
         (-(-T * (H // K) // 64), K),
         (128,),
@@ -424,7 +442,7 @@ def combine(
     context: Context, pieces: Pieces, D: int, step: DeviceStep, out: np.ndarray, op: int = 0, gate: np.ndarray = NOTHING
 ) -> None:
     """Add up the pieces, D columns of a head."""
-    most, sums, stats, T, H, wide, first, *cut, turn_back, folded = pieces
+    most, sums, stats, T, H, wide, first, *cut, turn_back, folded, logits = pieces
     runs, blocks = run_count(most, pieces.window, pieces.sinks), (H, T, -(-D // 128))
     # the most warps of a CTA with which all CTAs run at once and the next product can begin beside them
     room = 15 * context.card.sms // math.prod(blocks)
@@ -437,6 +455,7 @@ def combine(
     built = *form, windowed(pieces.window), *packed_only(out)
     built += (f"TURN_VALUES={turn_back}",) if turn_back else ()
     built += ("FOLDED=1",) if folded else ()
+    built += ("SINK_LOGITS=1",) if logits else ()
     kernel("pieces", "combine", built)(
         blocks,
         (32 * warps,),
@@ -451,6 +470,7 @@ def combine(
             T,
             first,
             *cut,
+            logits,
             op,
             gate,
             out,

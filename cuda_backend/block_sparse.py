@@ -22,7 +22,7 @@ def block_sparse_attention(context: Context, q: Array, k: Array, v: Array, kv: K
     step = context.step_of(step, kv.store)
     past = kv.store.lengths[step.slot]
     if not step.prefill or past % BLOCK or kv.store.is_ring or format_defines(kv.keys, kv.values):
-        return attention(context, q, k, v, kv, step, scale)
+        return attention(context, (q, k, v), kv, step, scale)
     take, blocks, key_blocks = context.arena.take, -(-T // BLOCK), (past + T) // BLOCK
     words = (past + T - 1) // BLOCK // 32 + 1
     q16 = take(T * H * wide * 2)

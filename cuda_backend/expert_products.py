@@ -14,7 +14,7 @@ from cuda_backend.layout import expert_defines, expert_ring, packed_size, packin
 from cuda_backend.lazy import Lazy, Target
 from cuda_backend.occupancy import Card
 from cuda_backend.products import NONE, Result, RowNorm, dense_product, inverse, is_packed, packed_segments, row_norm
-from cuda_backend.prototypes import CHOICE
+from cuda_backend.prototypes import CHOICE, CLAMP
 from cuda_backend.views import NOTHING, out_of, view
 from cuda_backend.weights import Segment, Weight
 
@@ -85,13 +85,22 @@ def grouped_linear(
     return out
 
 
+NO_CLAMP = np.zeros((), CLAMP)
+
+
 def chosen_linear(
-    context: Context, x: Lazy | Array, w: Weight, shared_expert: Weight | None, choice: np.ndarray
+    context: Context,
+    x: Lazy | Array,
+    w: Weight,
+    shared_expert: Weight | None,
+    choice: np.ndarray,
+    clamp: np.ndarray = NO_CLAMP,
 ) -> Array:
     """Multiply one row by each matrix that it chooses, and by `shared_expert` if there is one: (matrices, rows).
 
     x       the row, or gates and ups (matrices, 2 columns), whose SwiGLU gives a row for each matrix
     choice  struct Choice of kernels/choose.cuh
+    clamp   struct Clamp of kernels/single.cu; the product with a row writes the experts' ids to it
     """
     n, N = int(choice["k"]) + (shared_expert is not None), w.rows
     partials = _cuts(w, n, context.card)
@@ -99,10 +108,10 @@ def chosen_linear(
     at = out.address
     for s, behind in zip(w.segments, (shared_expert or w).segments, strict=True):
         if isinstance(x, Array):
-            row, norm = Row(array=x, combined=SWIGLU), NONE
+            row, norm = Row(array=x, combined=SWIGLU, clamp=clamp), NONE
         else:
             packed, squares = packed_for_product(x, packing(s.type, 1))
-            row, norm = Row(packed=packed), row_norm(squares, s, x)
+            row, norm = Row(packed=packed, clamp=clamp), row_norm(squares, s, x)
         _single(context, (s, behind), choice, row, out_of(Target(dense=at), N), Products(n, N, partials), norm)
         at += 4 * s.rows
     return out
@@ -128,12 +137,14 @@ class Row(NamedTuple):
 
     combined  SUM or SWIGLU: how a row is made from `array`
     stride    bytes from one packed row to the next
+    clamp     as in `chosen_linear`
     """
 
     packed: int = 0
     array: Array | None = None
     combined: int = 0
     stride: int = 0
+    clamp: np.ndarray = NO_CLAMP
 
 
 class Products(NamedTuple):
@@ -158,10 +169,11 @@ def _single(
     shared = ring(card, s.type, 1)[2]
     per = 1 if choice is None else -(-int(choice["E"]) // 32)
     chosen = f"CHOICE={int(choice is not None)}", f"MADE={x.combined}", f"PACK={int(bool(out['packed']))}"
-    stack = s.matrices(behind.memory.address), np.zeros((), CHOICE) if choice is None else choice
+    clamped = ("CLAMPED=1",) if x.clamp["ids"] else ()
+    stack = s.matrices(behind.memory.address), np.zeros((), CHOICE) if choice is None else choice, x.clamp
     row = x.packed, x.stride, view(x.array) if x.array else NOTHING
     cut = s.rows, s.columns, s.k_blocks, parts, inverse(parts), matrices * row_stride, row_stride
-    kernel("single", "single", (*single_defines(card, s.type), f"PER={per}", *chosen, *_moved(s)), shared)(
+    kernel("single", "single", (*single_defines(card, s.type), f"PER={per}", *chosen, *clamped, *_moved(s)), shared)(
         (parts, s.row_blocks, matrices),
         (288,),
         (*stack, *row, out, *cut, *norm),

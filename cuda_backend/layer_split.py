@@ -36,7 +36,8 @@ def forwarded(name: str) -> Any:
         gpu = gpu_of(list(leaves(args)))
         args = each(args, lambda x: self.relay.bring(x, gpu) if isinstance(x, Value) else x)
         with self.relay.on(gpu) as ops:
-            return self._values(getattr(ops, name)(*each(args, lambda x: self._local(x, gpu)), **options), gpu)
+            given = {key: each(x, lambda x: self._local(x, gpu)) for key, x in options.items()}
+            return self._values(getattr(ops, name)(*each(args, lambda x: self._local(x, gpu)), **given), gpu)
 
     return op
 

@@ -7,19 +7,20 @@ from typing import NamedTuple
 import numpy as np
 
 from common.errors import BimetalError
+from common.ops import ExpertBiases
 from common.step import MAX_DECODE_ROWS
 from cuda_backend import rows
 from cuda_backend.arrays import Array
 from cuda_backend.context import Context
-from cuda_backend.expert_products import Groups, chosen_linear, grouped_linear, heads_of_one, joins
+from cuda_backend.expert_products import NO_CLAMP, Groups, chosen_linear, grouped_linear, heads_of_one, joins
 from cuda_backend.fuse import dense_for_product
 from cuda_backend.launch import kernel
 from cuda_backend.layout import PREFILL_COLS
 from cuda_backend.lazy import Lazy, Op, Target, lazy_of, moved
 from cuda_backend.memory import upload
 from cuda_backend.products import is_packed
-from cuda_backend.prototypes import CHOICE
-from cuda_backend.views import NOTHING, float4_aligned, view
+from cuda_backend.prototypes import CHOICE, CLAMP
+from cuda_backend.views import NOTHING, float4_aligned, out_of, view
 from cuda_backend.weights import Weight
 
 
@@ -44,12 +45,13 @@ class Router(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """Experts, and perhaps a shared one beside them."""
+    """Experts, and perhaps a shared one beside them; `biases` are of experts without a shared one."""
 
     gate_up: Weight
     down: Weight
     shared_gate_up: Weight | None = None
     shared_down: Weight | None = None
+    biases: ExpertBiases | None = None
 
 
 def route_softmax(context: Context, logits: Array, top_k: int) -> tuple[Array, Array]:
@@ -60,8 +62,16 @@ def route_sigmoid(context: Context, logits: Array, bias: Array, top_k: int, scal
     return _route(context, logits, Router(top_k, scale, bias.address))
 
 
-def moe(context: Context, x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:
-    return _experts(context, x, Experts(gate_up, down), ids.owner, weights)
+def moe(
+    context: Context,
+    x: Array,
+    gate_up: Weight,
+    down: Weight,
+    ids: Array,
+    weights: Array,
+    biases: ExpertBiases | None = None,
+) -> Array:
+    return _experts(context, x, Experts(gate_up, down, biases=biases), ids.owner, weights)
 
 
 def moe_ffn(
@@ -98,6 +108,8 @@ def _chosen(
 ) -> Array:
     """Choose experts for each row, multiply by them, and return the weighted sums."""
     logits = rows.linear(context, x, matrix)
+    if experts.biases:
+        logits = rows.add(context, logits, experts.biases.router)
     if context.routing and experts.gate_up.layer is not None:  # the router runs only for its time
         logits = context.routing.logits_of(experts.gate_up.layer, x.shape[0])
     router = router._replace(gate=rows.linear(context, x, shared_gate) if shared_gate else None)
@@ -115,25 +127,31 @@ def _chosen(
 
 def _experts_of_one(context: Context, x: Array, experts: Experts, choice: np.ndarray, weights: Array) -> Array:
     """Compute the experts of one row; the products choose them and write their weights: kernels/choose.cuh Choice."""
-    gate_up, down, shared_gate_up, shared_down = experts
-    y = chosen_linear(context, rows.as_lazy(context, x), gate_up, shared_gate_up, choice)
-    y = chosen_linear(context, y, down, shared_down, choice)
-    return Array((1, down.rows), lazy=_sum_of_experts(context, y, weights))
+    gate_up, down, shared_gate_up, shared_down, biases = experts
+    ids = context.arena.take(4 * weights.shape[1]) if biases else 0
+    of_pairs = biases and (biases.gate.address, biases.up.address, ids, biases.limit)
+    clamp = np.array(of_pairs, CLAMP) if of_pairs else NO_CLAMP
+    y = chosen_linear(context, rows.as_lazy(context, x), gate_up, shared_gate_up, choice, clamp)
+    y = chosen_linear(context, y, down, shared_down, choice, clamp)
+    best = Array((1, down.rows), lazy=_sum_of_experts(context, y, weights))
+    return rows.add(context, best, _sum_of_biases(context, biases.down, ids, weights)) if biases else best
 
 
 def _experts(context: Context, x: Array, experts: Experts, groups: Groups, weights: Array) -> Array:
     """Compute the experts of several rows, grouped by expert."""
     T, k = weights.shape
-    gate_up, down, shared_gate_up, shared_down = experts
+    gate_up, down, shared_gate_up, shared_down, biases = experts
     F = gate_up.rows // 2
     if T > MAX_DECODE_ROWS and context.experts and gate_up.layer is not None:
         context.experts.count_prompt(gate_up.layer, groups.ids, _step_address(context), T, k)
     with _for_rows(context, gate_up, T) as w:
         y = grouped_linear(context, rows.as_lazy(context, x), w, groups, k, shared_gate_up, groups_ready=False)
-    x = rows.swiglu(context, y[:, :F], y[:, F:])
+    gate, up = y[:, :F], y[:, F:]
+    x = _clamped(context, gate, up, groups.ids, biases) if biases else rows.swiglu(context, gate, up)
     with _for_rows(context, down, T) as w:
         y = grouped_linear(context, rows.as_lazy(context, x), w, groups, 1, shared_down)
-    return Array((T, down.rows), lazy=_sum_of_experts(context, y, weights))
+    best = Array((T, down.rows), lazy=_sum_of_experts(context, y, weights))
+    return rows.add(context, best, _sum_of_biases(context, biases.down, groups.ids, weights)) if biases else best
 
 
 def _fetch(context: Context, experts: Weight, choice: np.ndarray, ids: int, T: int, ids_per_row: int) -> None:
@@ -169,6 +187,40 @@ def _beside(
     side.record(context.joined)
     main.wait(context.joined)
     return y, z
+
+
+# -- biases of experts -------------------------------------------------------------------------------------------------
+
+
+def _clamped(context: Context, gate: Array, up: Array, ids: int, biases: ExpertBiases) -> Array:
+    """Compute the channels of pairs of a row and an expert, (pairs, F), from products without biases.
+
+    ids  address of the pairs' experts, int32
+    """
+    pairs, F = gate.shape
+    return Array((pairs, F), lazy=Lazy(context, CLAMPED, pairs, F, (gate, up), (ids, biases)))
+
+
+def _emit_clamped(lazy: Lazy, target: Target) -> None:
+    (gate, up), (ids, biases), out = lazy.inputs, lazy.parameters, out_of(target, lazy.K)
+    kernel("rows", "clamped")(
+        (lazy.T, -(-int(out["groups"]) // 32)),
+        (256,),
+        (view(gate), view(up), ids, biases.gate.address, biases.up.address, biases.limit, out),
+        stream=lazy.context.stream,
+    )
+
+
+CLAMPED = Op("clamped swiglu", _emit_clamped)
+
+
+def _sum_of_biases(context: Context, down: Array, ids: int, weights: Array) -> Array:
+    """Add up the biases (E, C) of the experts of each row, weighted by `weights` (T, k): (T, C)."""
+    (T, k), C = weights.shape, down.shape[1]
+    out = Array((T, C), context.arena.take(T * C * 4))
+    args = down.address, ids, weights.address, k, C, out.address
+    kernel("moe", "sum_biases")((-(-C // 256), T), (256,), args, stream=context.stream)
+    return out
 
 
 # -- the sum of the experts --------------------------------------------------------------------------------------------

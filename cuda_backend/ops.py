@@ -136,7 +136,7 @@ class CudaOps(Ops):
         return weight.nbytes
 
     def holds(self, stored_type: str) -> str:
-        if stored_type in UNITS or stored_type in ("F32", "F16", self.context.card.half):
+        if weights.held_type(stored_type) in UNITS or stored_type in ("F32", "F16", self.context.card.half):
             return "as stored"
         return "expanded to float16"
 
@@ -242,7 +242,6 @@ class CudaOps(Ops):
     scale = of_context(rows.scale)
     mul_sigmoid = of_context(rows.mul_sigmoid)
     mul_softplus = of_context(rows.mul_softplus)
-    attention = of_context(attending.attention)
     block_sparse_attention = of_context(block_sparse.block_sparse_attention)
     write_kv = of_context(attending.write_kv)
     latent_attention = of_context(latent.latent_attention)
@@ -255,6 +254,20 @@ class CudaOps(Ops):
     route_sigmoid = of_context(mixture.route_sigmoid)
     moe = of_context(mixture.moe)
 
+    def attention(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        kv: Any,
+        step: Any,
+        scale: float,
+        window: int | None = None,
+        causal: bool = False,
+        sink_logits: Array | None = None,
+    ) -> Array:
+        return attending.attention(self.context, (q, k, v), kv, step, scale, window, causal, sink_logits)
+
     def delta_mixer(self, x: DeltaInputs, w: DeltaWeights, key_heads: int, conv: Any, delta: Any, step: Any) -> Array:
         if not recurrent.mixes(conv):
             return super().delta_mixer(x, w, key_heads, conv, delta, step)
@@ -266,7 +279,7 @@ class CudaOps(Ops):
         if x.shape[0] > MAX_DECODE_ROWS:
             return super().moe_ffn(x, w, top_k, scale)
         how = mixture.Router(top_k, scale, w.bias.address if w.bias else 0)
-        experts = mixture.Experts(w.gate_up, w.down, w.shared_gate_up, w.shared_down)
+        experts = mixture.Experts(w.gate_up, w.down, w.shared_gate_up, w.shared_down, w.biases)
         return mixture.moe_ffn(self.context, x, w.router, how, experts, w.shared_gate)
 
     def sample(self, logits: Array, sampler: Sampler | Samplers) -> Any:

@@ -31,6 +31,7 @@ CHOICE = _struct(
     *_named("i4", "E", "k", "shared", "gated"),
     ("scale", "f4"),
 )
+CLAMP = _struct(*_named("u8", "gate", "up", "ids"), ("limit", "f4"))  # kernels/single.cu
 HOT_LAYER = _struct(  # kernels/hot_experts.cu
     ("part", "(6,4)u8"),  # of an expert: addresses of its table and of the host's expert 0; bytes, offset in a slot
     *_named("u8", "parts", "slots", "slot_bytes", "slot_of", "leaving", "exchanged", "seen", "score", "uses", "counts"),
@@ -72,6 +73,7 @@ TYPES: dict[str, np.dtype] = {
     "Rope": ROPE,
     "Turn": ROPE,  # kernels/latent.cu
     "Choice": CHOICE,
+    "Clamp": CLAMP,
     "Matrices": MATRICES,
     "Matrix": MATRIX,
     "Rows": ROWS,

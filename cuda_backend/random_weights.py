@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.hot_experts import HotExperts
-from common.quants import BLOCKS, RANDOM_HALVES
+from common.quants import BLOCKS, RANDOM_EXPONENT, RANDOM_HALVES
 from common.routing_trace import Trace
 from common.step import MAX_DECODE_ROWS, Step
 from common.tensors import Tensor
@@ -63,7 +63,10 @@ class RandomOps(CudaOps):
         args = (address, -(-nbytes // 4), (zlib.crc32(tensor.name.encode()) + rows.start) % (1 << 32))
         kernel("random", "fill")((1024,), (256,), args, stream=self.context.stream)
         n = nbytes // block.bytes
-        for at, value in zip(block.halves, RANDOM_HALVES[tensor.type], strict=True):
+        if tensor.type in RANDOM_EXPONENT:
+            exponents = (address, n, block.bytes, RANDOM_EXPONENT[tensor.type])
+            kernel("random", "set_exponents")((-(-n // 256),), (256,), exponents, stream=self.context.stream)
+        for at, value in zip(block.halves, RANDOM_HALVES.get(tensor.type, ()), strict=True):
             halves = (address, n, block.bytes, at, value)
             kernel("random", "set_halves")((-(-n // 256),), (256,), halves, stream=self.context.stream)
         return address

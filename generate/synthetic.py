@@ -15,7 +15,7 @@ from common.checkpoint import Checkpoint
 from common.errors import UsageError
 from common.models import ARCHITECTURES, Model, rank_config
 from common.ops import Ops
-from common.quants import BLOCKS, RANDOM_HALVES
+from common.quants import BLOCKS, RANDOM_EXPONENT, RANDOM_HALVES
 from common.tensors import Tensor
 from common.weights import Matrix, Stored, Vector, dense, make_weights, own_part, to_backend
 
@@ -180,6 +180,25 @@ METADATA: dict[str, dict[str, Any]] = {
         "glm4moe.rope.dimension_count": 64,
         "glm4moe.context_length": 131072,
     },
+    "gpt-oss-20b": {
+        "general.architecture": "gpt-oss",
+        "gpt-oss.vocab_size": 201088,
+        "gpt-oss.embedding_length": 2880,
+        "gpt-oss.block_count": 24,
+        "gpt-oss.attention.head_count": 64,
+        "gpt-oss.attention.head_count_kv": 8,
+        "gpt-oss.attention.key_length": 64,
+        "gpt-oss.attention.sliding_window": 128,
+        "gpt-oss.attention.layer_norm_rms_epsilon": 1e-5,
+        "gpt-oss.expert_count": 32,
+        "gpt-oss.expert_used_count": 4,
+        "gpt-oss.expert_feed_forward_length": 2880,
+        "gpt-oss.rope.freq_base": 1.5e5,
+        "gpt-oss.rope.scaling.type": "yarn",
+        "gpt-oss.rope.scaling.factor": 32.0,
+        "gpt-oss.rope.scaling.original_context_length": 4096,
+        "gpt-oss.context_length": 131072,
+    },
     "glm-4.7-flash": {
         "general.architecture": "deepseek2",
         "deepseek2.vocab_size": 154880,
@@ -203,9 +222,10 @@ METADATA: dict[str, dict[str, Any]] = {
         "deepseek2.context_length": 202752,
     },
 }
+METADATA["gpt-oss-120b"] = METADATA["gpt-oss-20b"] | {"gpt-oss.block_count": 36, "gpt-oss.expert_count": 128}
 TIED = ("gemma3",)  # architectures whose embedding is the head
 HEAD = "output.weight", "token_embd.weight"  # its name if it is not the embedding, and if it is
-RECIPES = ("q4_k_m", "q5_k_m", "q4_0", "q8_0")
+RECIPES = ("q4_k_m", "q5_k_m", "q4_0", "q8_0", "mxfp4")  # the last has MXFP4 experts and the rest in Q8_0
 
 
 def synthetic(name: str, ops: Ops, progress: bool = False) -> Model:
@@ -274,6 +294,8 @@ def _type(stored: Stored, recipe: str, layers: int, head: str) -> str:
     part = stored.names[0].split(".")
     if "ffn_gate_inp" in part:
         return "F32"
+    if recipe == "mxfp4":
+        return "MXFP4" if part[-2].endswith("_exps") else "Q8_0"
     if not recipe.endswith("_k_m"):
         return recipe.upper()
     most = recipe.removesuffix("_m").upper()
@@ -306,6 +328,8 @@ def random_matrix(name: str, shape: tuple[int, ...], type_: str) -> Tensor:
         return dense(name, random.normal(scale=shape[-1] ** -0.5, size=shape))
     block = BLOCKS[type_]
     row = random.integers(0, 256, (shape[-1] // block.elements, block.bytes), dtype=np.uint8)
-    for at, value in zip(block.halves, RANDOM_HALVES[type_], strict=True):
+    if type_ in RANDOM_EXPONENT:
+        row[:, 0] = RANDOM_EXPONENT[type_]
+    for at, value in zip(block.halves, RANDOM_HALVES.get(type_, ()), strict=True):
         row[:, at : at + 2] = np.array([value], "<f2").view(np.uint8)
     return Tensor(name, type_, shape, np.broadcast_to(row.reshape(-1), (*shape[:-1], row.size)))

@@ -1,9 +1,10 @@
 // kv_merge: adds and divides the strips of kv_attention; the sum over rotated values is rotated back once
 // Meaning   the division of a softmax; common/hadamard.py unrotate       Launcher  mlx_backend/kv_kernels.py attend
 // In        sums [t][heads][strips][DV] float, most and weights [t][heads][strips] float, of kv_attention: first CODED
-//           strips of codes, then those of exact rows; before, after [GROUP] float signs
+//           strips of codes, then those of exact rows; before, after [GROUP] float signs; sinks [heads] float
 // Out       out [t][heads][DV] T
-// Build     T float, half or bfloat; DV a multiple of 32; GROUP values that are rotated together; ROTATED 0 or 1
+// Build     T float, half or bfloat; DV a multiple of 32; GROUP values that are rotated together; ROTATED 0 or 1;
+//           SINKS: whether sinks, one more score of each head, joins the sum of weights
 // Work      one SIMD group per row and head, DV/32 neighbouring values per lane
 // Assumes   threadgroups are 32 wide
 // Numbers   float, strips in order; a strip of weight 0 changes no bit
@@ -15,12 +16,13 @@
     constexpr int R = DV / 32, L = GROUP / R;
     const int lane = thread_index_in_simdgroup, row = thread_position_in_grid.y, strips = most_shape[2];
     const int coded_strips = coded[0];
-    float top = -INFINITY;
+    const float sink = SINKS ? sinks[row % most_shape[1]] : -INFINITY;
+    float top = sink;
     for (int s = 0; s < strips; s++) {
         const float here = most[size_t(row) * strips + s];
         top = here > top || here != here ? here : top;
     }
-    float total = 0, sum[R], exact[R];
+    float total = SINKS ? exp(sink - top) : 0.0f, sum[R], exact[R];
     for (int i = 0; i < R; i++) sum[i] = exact[i] = 0;
     for (int s = 0; s < strips; s++) {
         const size_t at = size_t(row) * strips + s;

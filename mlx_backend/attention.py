@@ -56,27 +56,29 @@ def attention(
     scale: float,
     window: int | None,
     causal: bool,
+    sink_logits: mx.array | None,
 ) -> mx.array:
     """Write the step's keys and values, and compute attention as `Ops.attention` does.
 
-    rows  q (T, H, D), k and v (T, K, D)
+    rows         q (T, H, D), k and v (T, K, D)
+    sink_logits  (H,) float32
     """
     q, k, v = rows[0], *by_heads(*rows[1:])
     kernels = window is None and not causal and attends(kv.spec.planes, step)
     if isinstance(kv, MlxPacked):
         if kernels and kv.is_uniform(step):
             past, parts = kv.past, kv.parts(step, (q, k, v), scale)
-            return attend(parts, step, past, kv.spec.packing, q.dtype)
-        return _attend_exactly(q, k, v, kv, step, scale, window, causal)
+            return attend(parts, step, past, kv.spec.packing, q.dtype, sink_logits)
+        return _attend_exactly((q, k, v), kv, step, scale, window, causal, sink_logits)
     if kv.spec.is_packed and kv.window is None and kernels:
-        return _attend_codes(q, k, v, kv, step, scale)
+        return _attend_codes((q, k, v), kv, step, scale, sink_logits)
     past, (keys, values) = kv.past, kv.write(k, v)
     if window is not None and not kv.sinks:  # the first row that any row of the step attends to
         first = past + len(step) - keys.shape[2]
         hidden = max(0, min(past, int(step.positions.min()) - window + 1) - first)
         keys, values = keys[:, :, hidden:], values[:, :, hidden:]
     mask = masks.of(step, keys.shape[2] - len(step), past, window, causal, kv.sinks)
-    return _attend(q, keys, values, scale, mask)
+    return _attend(q, keys, values, scale, mask, sink_logits)
 
 
 def block_sparse_attention(
@@ -94,37 +96,49 @@ def by_heads(*rows: mx.array) -> list[mx.array]:
     return [x.swapaxes(0, 1)[None] for x in rows]
 
 
-def _attend_codes(q: mx.array, k: mx.array, v: mx.array, kv: MlxRows, step: Step, scale: float) -> mx.array:
+def _attend_codes(
+    rows: tuple[mx.array, mx.array, mx.array], kv: MlxRows, step: Step, scale: float, sink_logits: mx.array | None
+) -> mx.array:
     """Compute attention over a cache of codes without exact rows, in its stored formats."""
+    q, k, v = rows
     past, planes, query = kv.past, kv.spec.planes, q.astype(mx.float32) * scale
     kv.put(encoded(kv.coders, [k, v]))
     query = rotate(query) if planes[0].rotated else query
     part = CachePart(query, mx.zeros(q.shape[:2]), kv.buffers, planes, past, past, EVERY)
-    return attend([part], step, past, Packing(), q.dtype)
+    return attend([part], step, past, Packing(), q.dtype, sink_logits)
 
 
 def _attend_exactly(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    rows: tuple[mx.array, mx.array, mx.array],
     kv: MlxPacked,
     step: Step,
     scale: float,
     window: int | None,
     causal: bool,
+    sink_logits: mx.array | None,
 ) -> mx.array:
     """Compute attention over codes and exact rows; exact rows are additional keys of the same product."""
+    q, k, v = rows
     parts, seen = kv.append(step, k, v, q), []
     for part in parts:
         exact = exact_rows(step, part.positions, kv.spec.packing)
         seen.append(seen_rows(step, part.positions, window, kv.sinks, causal) & (exact if part.exact else ~exact))
     keys, values = (mx.concatenate(list(rows), axis=2) for rows in zip(*(part.rows for part in parts), strict=True))
-    return _attend(q, keys, values, scale, mx.array(np.concatenate(seen, axis=1)))
+    return _attend(q, keys, values, scale, mx.array(np.concatenate(seen, axis=1)), sink_logits)
 
 
-def _attend(q: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
+def _attend(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    sink_logits: mx.array | None = None,
+) -> mx.array:
     """Compute attention: q (T, H, D), keys (1, K, n, D), values (1, K, n, Dv) -> (T, H, Dv)."""
-    out = mx.fast.scaled_dot_product_attention(q.swapaxes(0, 1)[None], keys, values, scale=scale, mask=mask)
+    sinks = None if sink_logits is None else sink_logits.astype(q.dtype)
+    heads = q.swapaxes(0, 1)[None]
+    out = mx.fast.scaled_dot_product_attention(heads, keys, values, scale=scale, mask=mask, sinks=sinks)
     return out.squeeze(0).swapaxes(0, 1)  # out[0] would be a gather
 
 

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from common.ops import CLAMPED_GAIN
+
 
 def fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """Compile an elementwise expression into one kernel; on the CPU return it, since MLX would need a C++ compiler."""
@@ -21,6 +23,12 @@ def geglu(gate: mx.array, up: mx.array) -> mx.array:
     x = gate.astype(mx.float32)  # whose third power exceeds float16's maximum
     half = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
     return (x * mx.sigmoid(2 * half)).astype(gate.dtype) * up
+
+
+@fused
+def clamped_swiglu(gate: mx.array, up: mx.array, limit: mx.array) -> mx.array:
+    g, u = mx.minimum(gate.astype(mx.float32), limit), mx.clip(up.astype(mx.float32), -limit, limit)
+    return ((u + 1) * g * mx.sigmoid(CLAMPED_GAIN * g)).astype(gate.dtype)
 
 
 @fused

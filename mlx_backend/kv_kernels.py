@@ -97,14 +97,22 @@ def encode(
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def attend(parts: Sequence[CachePart], step: Step, past: int, packing: Packing, dtype: mx.Dtype) -> mx.array:
-    """Attend to all parts of a cache with one softmax: (T, H, DV) in `dtype`."""
+def attend(
+    parts: Sequence[CachePart],
+    step: Step,
+    past: int,
+    packing: Packing,
+    dtype: mx.Dtype,
+    sink_logits: mx.array | None = None,
+) -> mx.array:
+    """Attend to all parts of a cache with one softmax, which sink_logits (H,) float32 join: (T, H, DV) in `dtype`."""
     T, H, _ = parts[0].q.shape
     gathered = [_gather(part, step, past, packing) for part in parts]
     sums, most, weights = (mx.concatenate(list(of), axis=2) for of in zip(*gathered, strict=True))
     DV, group = sums.shape[-1], group_of(sums.shape[-1])
     rotated = parts[0].planes[1].rotated
-    kernel = make_kernel("kv_merge", inputs=("sums", "most", "weights", "coded", "before", "after"), outputs=("out",))
+    names = ("sums", "most", "weights", "coded", "before", "after", "sinks")
+    kernel = make_kernel("kv_merge", inputs=names, outputs=("out",))
     return kernel(
         inputs=[
             sums,
@@ -113,8 +121,15 @@ def attend(parts: Sequence[CachePart], step: Step, past: int, packing: Packing, 
             mx.array([gathered[0][1].shape[2]], mx.int32),
             _signs("S1", group),
             _signs("S2", group),
+            mx.zeros(H) if sink_logits is None else sink_logits,
         ],
-        template=[("T", dtype), ("DV", DV), ("GROUP", group), ("ROTATED", rotated)],
+        template=[
+            ("T", dtype),
+            ("DV", DV),
+            ("GROUP", group),
+            ("ROTATED", rotated),
+            ("SINKS", sink_logits is not None),
+        ],
         grid=(32, T * H, 1),
         threadgroup=(32, 1, 1),
         output_shapes=[(T, H, DV)],

@@ -16,7 +16,7 @@ from common.errors import BimetalError, NotFiniteError
 from common.expert_forms import ExpertForm, Streamed
 from common.host import available_bytes, peak_resident_bytes
 from common.kv_cache import ALL_PAIRS
-from common.ops import L2_EPS, GateWeights, LatentWeights, Ops, Rope
+from common.ops import L2_EPS, ExpertBiases, GateWeights, LatentWeights, Ops, Rope
 from common.quants import dequantize
 from common.sampling import NOT_A_TOKEN, Sampler, Samplers
 from common.step import State, Step
@@ -179,9 +179,10 @@ class MlxOps(Ops):
         scale: float,
         window: int | None = None,
         causal: bool = False,
+        sink_logits: Array | None = None,
     ) -> Array:
         step.the_slot()
-        return attending.attention(self._masks, (q, k, v), kv, step, scale, window, causal)
+        return attending.attention(self._masks, (q, k, v), kv, step, scale, window, causal, sink_logits)
 
     def block_sparse_attention(
         self, q: Array, k: Array, v: Array, kv: MlxRows | MlxPacked, step: Step, scale: float
@@ -267,13 +268,24 @@ class MlxOps(Ops):
         best = mx.take_along_axis(p, ids, axis=-1)
         return ids, best * (scale / best.sum(axis=-1, keepdims=True))
 
-    def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:
+    def moe(
+        self,
+        x: Array,
+        gate_up: Weight,
+        down: Weight,
+        ids: Array,
+        weights: Array,
+        biases: ExpertBiases | None = None,
+    ) -> Array:
+        if biases is not None:
+            gate, up, of_down = map(self._like_activations, (biases.gate, biases.up, biases.down))
+            biases = biases._replace(gate=gate, up=up, down=of_down)
         if not isinstance(gate_up, Streamed):
-            return products.moe(x, gate_up, down, ids, weights)
+            return products.moe(x, gate_up, down, ids, weights, biases)
         if not len(ids):  # a step without logits: a quantized router's product without rows divides by 0
             return x
         slots = mx.array(gate_up.fetch(np.array(ids)))
-        out = products.moe(x, gate_up.parts.weight, down.parts.weight, ids, weights, slots)
+        out = products.moe(x, gate_up.parts.weight, down.parts.weight, ids, weights, biases, slots)
         gate_up.parts.memory.last = out
         return out
 

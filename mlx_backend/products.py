@@ -3,9 +3,9 @@
 import mlx.core as mx
 
 from common.errors import BimetalError
-from common.ops import Weight
+from common.ops import ExpertBiases, Weight
 from mlx_backend import quantized
-from mlx_backend.elementwise import swiglu
+from mlx_backend.elementwise import clamped_swiglu, swiglu
 from mlx_backend.quantized import Blocks
 from mlx_backend.weights import Packed, Part
 
@@ -34,11 +34,18 @@ def by_head(x: mx.array, w: Weight, transpose: bool = True) -> mx.array:
 
 
 def moe(
-    x: mx.array, gate_up: Weight, down: Weight, ids: mx.array, weights: mx.array, slots: mx.array | None = None
+    x: mx.array,
+    gate_up: Weight,
+    down: Weight,
+    ids: mx.array,
+    weights: mx.array,
+    biases: ExpertBiases | None = None,
+    slots: mx.array | None = None,
 ) -> mx.array:
     """Compute the weighted sum of each row's experts, as `Ops.moe` does.
 
-    slots  (E,): number of the matrix of each expert; None: matrices are in the order of the experts
+    biases  in the dtype of x
+    slots   (E,): number of the matrix of each expert; None: matrices are in the order of the experts
     """
     T, k = ids.shape
     rows = mx.arange(T * k) // k
@@ -48,8 +55,12 @@ def moe(
         order = mx.argsort(experts if slots is None else slots[experts])
         rows, experts = rows[order], experts[order]
     y = gather_matmul(x[rows], gate_up, experts, ordered, slots)
-    F = y.shape[-1] // 2
-    y = gather_matmul(swiglu(y[:, :F], y[:, F:]), down, experts, ordered, slots)
+    gate, up = mx.split(y, 2, axis=-1)
+    if biases is None:
+        y = gather_matmul(swiglu(gate, up), down, experts, ordered, slots)
+    else:
+        channels = clamped_swiglu(gate + biases.gate[experts], up + biases.up[experts], mx.array(biases.limit))
+        y = gather_matmul(channels, down, experts, ordered, slots) + biases.down[experts]
     if ordered:
         y = y[mx.argsort(order)]
     return (y.reshape(T, k, y.shape[-1]) * weights[:, :, None].astype(y.dtype)).sum(axis=1)

@@ -87,6 +87,7 @@ THREE_LAYERS = (
     "laguna-m1",
     "glm",
     "glm4moe",
+    "gptoss",
 )  # at least, which the draft reads
 KINDS: Mapping[str, Kind] = {
     "multi-token prediction": Kind("chain", _block, ("qwen35", "qwen35moe", "glm", "glm4moe")),

@@ -40,6 +40,7 @@ GROUPED: dict[str, dict[str, Any]] = {
     "gemma3": {"intermediate_size": 128},
     "laguna-m1": {"intermediate_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
     "glm4moe": {"intermediate_size": 64, "moe_intermediate_size": 64},
+    "gptoss": {"intermediate_size": 64},
     "glm": {
         "num_attention_heads": 8,
         "num_key_value_heads": 8,

@@ -374,7 +374,7 @@ def steps_of(monkeypatch):
     return rows
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen35", "laguna", "gemma3", "glm"])
+@pytest.mark.parametrize("name", ["llama", "qwen35", "laguna", "gemma3", "glm", "gptoss"])
 def test_others_decode_between_the_parts_of_a_prompts_step(name, monkeypatch):
     """Parts of layers give the bits of whole steps, of which a reply alone has its prompt read."""
     model, random = tiny.load(name, NumpyOps()), np.random.default_rng(2)

@@ -60,11 +60,15 @@ def stored(request, tmp_path):
     return open_as
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", [*MIXTURES, "gptoss"])
 @pytest.mark.few(5)
 def test_logits_have_the_bits_of_the_loaded_model(name, stored, ops):
     """Prefill of many rows, single rows, and rows in between, with room for one layer and for two and a half."""
     checkpoint = stored(name)
+    if name == "gptoss" and checkpoint is tiny.checkpoint(name):  # whose matrices are transposed
+        with pytest.raises(BimetalError, match="gate_up_proj is converted when it is loaded, so it cannot be streamed"):
+            streamed(checkpoint, ops)
+        return
     ids, whole = tiny.golden(name)["ids"][:120], load_model(checkpoint, ops)
     pieces = (64, 1, 1, 1, 7, 1, 20)
     expected = tiny.logits_of(whole, ids, pieces)

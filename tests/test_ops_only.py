@@ -63,7 +63,7 @@ def wrapped(name):
     op, wrap = getattr(NumpyOps, name), OpaqueWeight if name in ("weight", "vector") else hidden
 
     def call(self, *args, **kwargs):
-        return wrap(op(OPEN, *map(shown, args), **kwargs))
+        return wrap(op(OPEN, *map(shown, args), **{key: shown(x) for key, x in kwargs.items()}))
 
     return call
 

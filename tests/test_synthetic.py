@@ -37,6 +37,10 @@ SMALL = {  # keys of a real shape, smaller
         **{"attention.head_count": 4, "attention.head_count_kv": 2, "expert_count": 8, "expert_used_count": 2},
         "expert_feed_forward_length": 256,
     },
+    "gpt-oss-20b": {
+        **{"vocab_size": 96, "embedding_length": 256, "block_count": 2, "attention.head_count": 4},
+        **{"attention.head_count_kv": 2, "expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 256},
+    },
     "glm-4.7-flash": {
         **{"vocab_size": 96, "embedding_length": 256, "block_count": 3, "feed_forward_length": 256},
         **{"attention.head_count": 4, "attention.q_lora_rank": 256, "attention.kv_lora_rank": 256},
@@ -69,6 +73,13 @@ def small(monkeypatch):
 def test_bytes_of_the_real_files(name, gigabytes):
     """Q4_K_M as published: llama.cpp's files of these models have these sizes, without tokenizers."""
     total = sum(tensor.nbytes for tensor in synthetic_checkpoint(f"{name}:q4_k_m").tensors.values())
+    assert total / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "gigabytes"), [("gpt-oss-20b", 12.1), ("gpt-oss-120b", 63.4)])
+def test_bytes_of_files_with_mxfp4_experts(name, gigabytes):
+    """As llama.cpp's files are published, without tokenizers: experts in MXFP4, other matrices in Q8_0."""
+    total = sum(tensor.nbytes for tensor in synthetic_checkpoint(f"{name}:mxfp4").tensors.values())
     assert total / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 

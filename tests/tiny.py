@@ -17,7 +17,7 @@ from common.step import State, Step
 
 FOLDER = Path(__file__).parent / "data" / "models"
 MODELS = ["llama", "llama-untied", "qwen3", "qwen3-yarn", "qwen35", "qwen35moe", "laguna", "laguna-m1", "glm"]
-MODELS += ["qwen3moe", "qwen2", "mistral", "qwen3next", "gemma3", "glm4moe"]
+MODELS += ["qwen3moe", "qwen2", "mistral", "qwen3next", "gemma3", "glm4moe", "gptoss"]
 MODELS += ["phi3", "phi4mini"]
 CAPACITY = 640
 

@@ -295,15 +295,20 @@ def hf_rope(keys: Keys, dim: int, default_theta: float = 10000.0) -> Rope:
         factor = keys.positive(f"{group}.factor")
         fast = keys.positive(f"{group}.beta_fast", 32.0)
         slow = keys.positive(f"{group}.beta_slow", 1.0)
-        keys.expect(f"{group}.truncate", True)
+        truncates = keys.read(f"{group}.truncate", bool, True)
         # used as it is: llama.cpp multiplies the attention factor of a GGUF by the derived one (KL 0.94)
         magnitude = keys.positive(f"{group}.attention_factor", _yarn_magnitude(factor))
-        return Rope(_yarn(theta, dim, factor, original, fast, slow), magnitude)
+        return Rope(_yarn(theta, dim, factor, original, (fast, slow), truncates), magnitude)
     raise BimetalError(f"{keys.where}: rope type {kind!r}; supported: default, linear, llama3, yarn")
 
 
-def gguf_rope(keys: Keys, dim: int, factors: Tensor | None, default_theta: float = 10000.0) -> Rope:
-    """Read the rope of `dim` channels from GGUF metadata; `factors`: rope_freqs.weight, divisors per pair."""
+def gguf_rope(
+    keys: Keys, dim: int, factors: Tensor | None, default_theta: float = 10000.0, truncates: bool = True
+) -> Rope:
+    """Read the rope of `dim` channels from GGUF metadata; `factors`: rope_freqs.weight, divisors per pair.
+
+    truncates  whether YaRN's ramp begins and ends at whole pairs, which GGUF files do not state
+    """
     theta = keys.positive("rope.freq_base", default_theta)
     _check_rope(keys.where, theta, dim)
     if keys.get("rope.dimension_count") not in (None, dim):
@@ -326,7 +331,7 @@ def gguf_rope(keys: Keys, dim: int, factors: Tensor | None, default_theta: float
         slow = keys.positive("rope.scaling.yarn_beta_slow", 1.0)
         for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
             keys.expect(f"rope.scaling.{key}", 1.0)
-        return Rope(_yarn(theta, dim, factor, original, fast, slow), _yarn_magnitude(factor))
+        return Rope(_yarn(theta, dim, factor, original, (fast, slow), truncates), _yarn_magnitude(factor))
     raise BimetalError(f"{keys.where}: rope.scaling.type {kind!r}; supported: none, linear, yarn")
 
 
@@ -356,13 +361,22 @@ def _llama3(frequencies: tuple[float, ...], factor: float, low: float, high: flo
     return tuple(scaled(f) for f in frequencies)
 
 
-def _yarn(theta: float, dim: int, factor: float, original: int, fast: float, slow: float) -> tuple[float, ...]:
-    """Apply YaRN (Peng et al., arXiv 2309.00071): interpolate low frequencies, keep high ones, ramp between them."""
+def _yarn(
+    theta: float, dim: int, factor: float, original: int, turns: tuple[float, float], truncates: bool
+) -> tuple[float, ...]:
+    """Apply YaRN (Peng et al., arXiv 2309.00071): interpolate low frequencies, keep high ones, ramp between them.
+
+    turns      rotations within the original context at which the ramp begins, and at which it ends
+    truncates  whether it begins and ends at whole pairs, the next ones outside
+    """
 
     def pair_with(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = max(math.floor(pair_with(fast)), 0), min(math.ceil(pair_with(slow)), dim - 1)
+    first, last = map(pair_with, turns)
+    if truncates:
+        first, last = math.floor(first), math.ceil(last)
+    low, high = max(first, 0), min(last, dim - 1)
     frequencies = []
     for j, f in enumerate(_frequencies(theta, dim)):
         ramp = min(max((j - low) / max(high - low, 0.001), 0), 1)

@@ -33,8 +33,9 @@ class Windowed:
         scale: float,
         window: int | None = None,
         causal: bool = False,
+        sink_logits: Array | None = None,
     ) -> Array:
-        return self._ops.attention(q, k, v, kv, step, scale, self._window_of(window), causal)
+        return self._ops.attention(q, k, v, kv, step, scale, self._window_of(window), causal, sink_logits)
 
     def _window_of(self, window: int | None) -> int:
         return min(window or self._window, self._window)

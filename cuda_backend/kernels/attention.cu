@@ -1,10 +1,12 @@
 // attention: grouped-query attention of a long step: prefill
 // Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
 // In        q [T][H][D] float16 and keys and values [K][place][D] float16, which already contain the step's rows
-//           (heads_to_cache.cu)                           Out       out [T][H][DIM] float32
+//           (heads_to_cache.cu); sink_logits [H]: one more score of each head, without a value, with SINK_LOGITS
+// Out       out [T][H][DIM] float32
 // Build     formats.cuh; EXACT, of packed rows alone: exact.cuh; D, a multiple of 16 up to 256; DIM: the width of a head of out, at most D,
 //           zeros after it in q and cache
 //           IN_PARTS: for `part`, which attends to one range of positions per launch
+//           SINK_LOGITS: for `whole`, whether there are any
 //           SPARSE: positions of a block of keys and of queries; `sight` has the bits of choose_blocks.cu; 0: all keys are seen
 // Work      rows are (t, query head of the group), 64 per CTA of four warps; tiles of 64 positions, or POSITIONS, up to the rows' last
 //           Rows that are not float16 are unpacked as they are read, in the rotated domain; o is rotated back at the end.
@@ -26,6 +28,9 @@
 #endif
 #ifndef SPARSE
 #define SPARSE 0
+#endif
+#ifndef SINK_LOGITS
+#define SINK_LOGITS 0
 #endif
 #define BLOCKS ((D + 31) / 32)  // blocks of a row of the cache that is not float16
 #if D > 64 && !defined(PLAIN_FLOAT16)
@@ -232,7 +237,8 @@ __device__ __forceinline__ void load_queries(u16* qs, const u16* q, int first_ro
 
 extern "C" __global__ void __launch_bounds__(128 AND_BLOCKS)
 whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* step,
-      const int* positions, int T, float scale, int window, int sinks, float* out, Exact exact, const u32* sight, int words) {
+      const int* positions, int T, float scale, int window, int sinks, const float* sink_logits, float* out, Exact exact, const u32* sight,
+      int words) {
     begin();
     extern __shared__ __align__(16) u16 shared[];
     u16 *qs = shared, *ks = qs + 64 * STRIDE, *vs = ONE_TILE ? ks : ks + TILE * STRIDE;
@@ -287,8 +293,14 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
     for (int half = 0; half < 2; half++) {
         const int r = first_row + threadIdx.x / 32 * 16 + lane / 4 + half * 8;
         if (r >= rows) continue;
+        const int head_of_q = head * group + r % group;
+#if SINK_LOGITS
+        const float sink = sink_logits[head_of_q] * LOG2_E, both = fmaxf(m[half], sink), here = exp2f(m[half] - both);
+        const float inverse = here / (l[half] * here + exp2f(sink - both));
+#else
         const float inverse = 1.0f / l[half];
-        float* to = out + ((s64)(r / group) * H + head * group + r % group) * DIM;
+#endif
+        float* to = out + ((s64)(r / group) * H + head_of_q) * DIM;
 #pragma unroll
         for (int n = 0; n < D / 8; n++)
 #pragma unroll

@@ -66,6 +66,8 @@ __device__ __forceinline__ int group_of(int position) {
 // Places for the pieces of a window: a power of 2. A window touches at most two pieces more than fit into it.
 __device__ __forceinline__ int piece_turns(int pieces) { return 1 << 32 - __clz(pieces + 1); }
 
+#define LOG2_E 1.4426950408889634f  // scores are powers of 2; also in cuda_backend/attention.py
+
 #define MOST_SINGLE 256  // most tiles that are pieces by themselves; also in cuda_backend/layout.py
 
 // The pieces of visible positions that split.cu computes separately, in the order of positions, and the places of their sums

@@ -4,6 +4,7 @@
 //           ids                                        Out  groups, order: experts.cu
 //           y (T * k, C), weights [T][k]               Out  out [T][C] float32
 //           changes (address of an entry of a table, its value), n pairs     Out  the entries: addresses of experts
+//           down [E][C], ids, weights [T][k]           Out  out [T][C] float32: the weighted biases of a row's experts
 // Build     PER of choose.cuh; CHOSEN matrices of a row and PARTIALS, the partial sums of each, for combine_scale
 // Work      route: a warp per row. combine: a thread per output, combine_scale per four, experts in the order of ids
 // Bound     launches
@@ -72,6 +73,15 @@ group(const int* ids, const StepState* step, int T, int k, int E, int cols, int4
             groups[1 + tile[e] + c] = make_int4(e, first[e] + c * cols, min(cols, counts[e] - c * cols), 0);
     __syncthreads();
     for (int p = threadIdx.x; p < pairs; p += blockDim.x) order[atomicAdd(first + ids[p], 1)] = p;
+}
+
+extern "C" __global__ void sum_biases(const float* down, const int* ids, const float* weights, int k, int C, float* out) {
+    begin();
+    const int c = blockIdx.x * blockDim.x + threadIdx.x, t = blockIdx.y;
+    if (c >= C) return;
+    float sum = 0.0f;
+    for (int j = t * k; j < (t + 1) * k; j++) sum += weights[j] * down[(s64)ids[j] * C + c];
+    out[(s64)t * C + c] = sum;
 }
 
 // y (pairs, C), perhaps partial sums; `other` is added if there is one.

@@ -1,10 +1,11 @@
 // pieces: adds up the results of split.cu for the pieces of the positions that a row sees
 // Meaning   the end of NumpyOps.attention                    Launcher  cuda_backend/attention.py
-// In        sums [place][T][H][D], stats [place][T][H]: power of 2 and sum of each; perhaps a gate (T, H, DIM)
+// In        sums [place][T][H][D], stats [place][T][H]: power of 2 and sum of each; perhaps a gate (T, H, DIM);
+//           sink_logits [H]: one more score of each head, without a value, with SINK_LOGITS
 // Out       (T, H * DIM) in each requested form (store.cuh); only dense if groups of 32 straddle heads
 // Build     TURN_VALUES: number of columns that are rotated back together, 0: none (formats.cuh); WARPS per run, 1 or 2; GATED: there may
 //           be a gate, which takes a third of the registers; FOLDED: sums whose stats are (-inf, 0) may be unwritten (tall.cu);
-//           WINDOWED: flash.cuh; ALONE: split.cu; the macros of store.cuh
+//           WINDOWED: flash.cuh; ALONE: split.cu; SINK_LOGITS: whether there are any; the macros of store.cuh
 // Work      a CTA per row, head and 128 columns; one warp, or two with 64 columns each, adds up one run of eight groups of positions
 //           at a time, 8 or 16 of its pieces together; then the first warp adds up the runs
 // Numbers   float32; the order of sums depends on positions alone: the tiles of a group (in split.cu or here), the groups of a
@@ -38,6 +39,9 @@
 #ifndef FOLDED
 #define FOLDED 0
 #endif
+#ifndef SINK_LOGITS
+#define SINK_LOGITS 0
+#endif
 #define MUL_SIGMOID 3  // rows.cu
 #define RUN 8          // groups; cuda_backend/layout.py run_count
 #define AT_ONCE (8 * WARPS)
@@ -53,7 +57,8 @@ __device__ __forceinline__ float4 times(float4 a, float b) { return make_float4(
 
 extern "C" __global__ void __launch_bounds__(BOUND)
 combine(const float* sums, const float2* stats, int H, int D, int DIM, const StepState* step, const int* positions, int T,
-        int first_t, int tile_bits, int window, int sinks, int shares, int trunk, int op, In gate, Out out) {
+        int first_t, int tile_bits, int window, int sinks, int shares, int trunk, const float* sink_logits, int op, In gate,
+        Out out) {
     release_next();
     if (!WINDOWED) window = sinks = 0;
     extern __shared__ __align__(16) float4 parts[];  // of each run: [32], after all of them (power, sum)
@@ -165,6 +170,10 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
         const float factor = power(tops[r].x - top);
         all = plus(all, times(parts[r * 32 + lane], factor)), total += tops[r].y * factor;
     }
+#if SINK_LOGITS
+    const float sink = sink_logits[head] * LOG2_E, both = fmaxf(top, ceilf(sink)), here = power(top - both);
+    all = times(all, here), total = total * here + exp2f(sink - both);
+#endif
     const float4 by = GATED && op ? gates[lane] : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
     const float inverse = mine < DIM ? 1.0f / total : 0.0f;
     all = make_float4(all.x * inverse, all.y * inverse, all.z * inverse, all.w * inverse);

@@ -245,6 +245,11 @@ __device__ __forceinline__ u32 __reduce_max_sync(u32 lanes, u32 v) {
 #endif
 // the divisor may be infinite: the quotient is then 0
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+#define CLAMPED_GAIN 1.702f  // common/ops.py
+__device__ __forceinline__ float clamped_swiglu(float gate, float up, float limit) {  // fminf would hide NaN
+    gate = gate > limit ? limit : gate, up = up > limit ? limit : up < -limit ? -limit : up;
+    return (up + 1.0f) * gate * sigmoid(CLAMPED_GAIN * gate);
+}
 __device__ __forceinline__ float gelu(float x) {  // x (1 + tanh(u)) / 2 = x sigmoid(2 u)
     return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
 }

@@ -2,8 +2,8 @@
 // Meaning   none: any bytes are valid blocks               Launcher  cuda_backend/random_weights.py
 // In        routed: ids [tokens][layers][k] int32, the experts of a recorded trace (common/routing_trace.py)
 // Out       fill: words [n] uint32, a hash of their index and `seed`. set_halves: float16 `value` at byte `at` of each of n blocks of
-//           `size` bytes. routed: logits [layers][T][E] float32 whose k largest are the experts of tokens first, first + 1, ...
-// Work      fill, set_halves: a thread per word or block. routed: a CTA per row and layer
+//           `size` bytes. set_exponents: byte 0 of each. routed: logits [layers][T][E] float32 whose k largest are the experts of tokens first, first + 1, ...
+// Work      fill, set_halves, set_exponents: a thread per word or block. routed: a CTA per row and layer
 // Bound     bytes written
 // Tried     nothing on record
 
@@ -20,6 +20,11 @@ extern "C" __global__ void set_halves(u8* blocks, s64 n, int size, int at, float
     if (i >= n) return;
     const u16 half = to_half(value);
     blocks[i * size + at] = (u8)half, blocks[i * size + at + 1] = (u8)(half >> 8);
+}
+
+extern "C" __global__ void set_exponents(u8* blocks, s64 n, int size, int exponent) {
+    const s64 i = blockIdx.x * (s64)blockDim.x + threadIdx.x;
+    if (i < n) blocks[i * size] = (u8)exponent;
 }
 
 // Writes logits [layer][T][E] with which row t chooses the experts of token `first` + t in ids [token][layer][k], best first.

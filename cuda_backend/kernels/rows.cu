@@ -1,7 +1,7 @@
 // rows: row-wise ops between two products, and the int8 activations that linear.cu reads
 // Meaning   common/reference.py NumpyOps.add, rms_norm, swiglu, geglu, scale, mul_sigmoid, mul_softplus,
-//           rope, gated_rms_norm
-// Launcher  cuda_backend/rows.py
+//           rope, gated_rms_norm; clamped_swiglu, after biases
+// Launcher  cuda_backend/rows.py; of `clamped` cuda_backend/mixture.py
 // In        activations (T, ...) float32, strided, perhaps partial sums (prelude.cuh In)
 // Out       the forms of store.cuh
 // Work      add_norm: a CTA per row. pointwise: a warp per 128 columns. heads: a warp per head
@@ -119,6 +119,23 @@ scale(In x, float factor, Out out) {
     if (k / 128 * 128 >= (out.packed ? out.groups * 32 : out.K)) return;
     const float4 v = load_four(x, t, k, out.K);
     store_four(out, t, k, make_float4(factor * v.x, factor * v.y, factor * v.z, factor * v.w));
+}
+
+// Row t has expert ids[t], whose biases [E][K] are added to gates and ups.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+clamped(In gate, In up, const int* ids, const float* gate_bias, const float* up_bias, float limit, Out out) {
+    begin();
+    const int k = (blockIdx.y * THREADS + threadIdx.x) * 4, t = (int)blockIdx.x;
+    if (k / 128 * 128 >= (out.packed ? out.groups * 32 : out.K)) return;
+    float4 a = load_four(gate, t, k, out.K), b = load_four(up, t, k, out.K);
+    const s64 at = (s64)ids[t] * out.K + k;
+#pragma unroll 1
+    for (int i = 0; i < 4; i++) {
+        float v = 0.0f;
+        if (k + i < out.K) v = clamped_swiglu(a.x + gate_bias[at + i], b.x + up_bias[at + i], limit);
+        a = make_float4(a.y, a.z, a.w, v), b = make_float4(b.y, b.z, b.w, 0.0f);
+    }
+    store_four(out, t, k, a);
 }
 
 // z: the gate of gated_rms_norm if `gated`.

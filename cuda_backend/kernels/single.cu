@@ -2,10 +2,11 @@
 // Meaning   common/reference.py NumpyOps.route_sigmoid, route_softmax, moe, head_linear   Launcher  cuda_backend/expert_products.py
 // In        of       the matrices: matrices.cuh; choice  choose.cuh, with CHOICE
 //           x        packed rows (store.cuh, cols = 1), x_bytes apart, perhaps of a deferred norm: linear.cu `squares`
+//           clamp    with CLAMPED: biases of gates and ups; ids [k] of the experts are written with MADE 0, and read with SWIGLU
 //           y        with MADE: floats, perhaps partial sums, from which row j is made: their sum (SUM), or SwiGLU of gate and up (SWIGLU)
 // Out       out [part][j][N] float32, with PACK one packed row of all j; with CHOICE and SWIGLU also the weights of the experts
 // Build     one type of tile.cuh; COLS=1; STAGES; BLOCKS per multiprocessor; PER of choose.cuh; CHOICE 0 or 1; MADE 0, SUM or
-//           SWIGLU; PACK 0 or 1
+//           SWIGLU; PACK 0 or 1; CLAMPED: SwiGLU is that of rows.cu `clamped`
 // Work      a CTA per (j, row block, part of k), as linear.cu. Each CTA computes the choice. If its matrix is known before the
 //           previous kernel ends (a head, a shared expert, experts chosen earlier), it loads weights meanwhile
 //           Addresses of all experts are loaded with the biases, because a load after the choice would wait for memory
@@ -20,9 +21,18 @@
 #define SUM 1
 #define SWIGLU 2
 #define KNOWN (!CHOICE || MADE)
+#ifndef CLAMPED
+#define CLAMPED 0
+#endif
+
+struct Clamp {  // cuda_backend/prototypes.py CLAMP
+    const float *gate, *up;  // [E][K]
+    int* ids;
+    float limit;
+};
 
 extern "C" __global__ void __launch_bounds__(288, BLOCKS)
-single(Matrices of, Choice choice, const u8* x, s64 x_bytes, In y, Out out, int N, int K,
+single(Matrices of, Choice choice, Clamp clamp, const u8* x, s64 x_bytes, In y, Out out, int N, int K,
        int k_blocks, int parts, u32 parts_inverse, s64 part_stride, s64 row_stride, const float* squares, int norm_parts,
        float columns, float eps) {
 #if KNOWN
@@ -63,6 +73,9 @@ single(Matrices of, Choice choice, const u8* x, s64 x_bytes, In y, Out out, int 
                 if (i == j) mine = id;
                 if (i == lane) p = probability;
             });
+#if CLAMPED && !MADE
+        if (part == 0 && row_block == 0 && lane == 0) clamp.ids[j] = mine;  // after waiting, as there is no shared expert
+#endif
         const u8* unit = j < k ? place_of(at, of, mine) : of.last;
 #else
         [[maybe_unused]] const bool ahead = true;
@@ -113,6 +126,9 @@ single(Matrices of, Choice choice, const u8* x, s64 x_bytes, In y, Out out, int 
         sum += __shfl_xor_sync(FULL, sum, 2);
         factor = norm_factor(sum, columns, eps);
     }
+#if CLAMPED && MADE
+    const int bias_at = clamp.ids[j] * K;
+#endif
 #if MADE || PACK
     int meetings = 0;
     const auto meet = [&] {  // the warps that multiply
@@ -135,7 +151,15 @@ single(Matrices of, Choice choice, const u8* x, s64 x_bytes, In y, Out out, int 
                     v = sum_of_partials(from, y);
 #if MADE == SWIGLU
                     const float4 up = sum_of_partials(from + K, y);
+#if CLAMPED
+                    const float *of_gate = clamp.gate + bias_at + channel, *of_up = clamp.up + bias_at + channel;
+                    v = make_float4(clamped_swiglu(v.x + of_gate[0], up.x + of_up[0], clamp.limit),
+                                    clamped_swiglu(v.y + of_gate[1], up.y + of_up[1], clamp.limit),
+                                    clamped_swiglu(v.z + of_gate[2], up.z + of_up[2], clamp.limit),
+                                    clamped_swiglu(v.w + of_gate[3], up.w + of_up[3], clamp.limit));
+#else
                     v = make_float4(silu(v.x) * up.x, silu(v.y) * up.y, silu(v.z) * up.z, silu(v.w) * up.w);
+#endif
 #endif
                 }
                 store_four(Out{0, ring + c / KBLOCK * STAGE + UNIT_BYTES, 0, KBLOCK, 1, KBLOCK / 32, !WHOLE}, 0, c % KBLOCK, v);

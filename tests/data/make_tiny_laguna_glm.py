@@ -1,5 +1,5 @@
 """Write models that make_tiny_models.py does not write, as it does: laguna, laguna-m1, glm, mistral, gemma3, glm4moe,
-phi3 and phi4mini.
+gptoss, phi3 and phi4mini.
 
 The scale of Gemma's embedding is rounded to bfloat16, as transformers does where weights are bfloat16.
 GLM's latent norms take the configuration's rms_norm_eps here, where transformers takes the default of its norm class.
@@ -26,6 +26,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LagunaConfig,
     LagunaForCausalLM,
     MistralConfig,
@@ -104,6 +106,18 @@ MODELS: dict[str, tuple[Any, Any]] = {
             rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         ),
     ),
+    "gptoss": (  # YaRN's ramp ends between two pairs
+        GptOssForCausalLM,
+        GptOssConfig(
+            **(SIZES | HEADS | {"intermediate_size": 32}),
+            **{"vocab_size": 96, "num_hidden_layers": 3, "num_local_experts": 6, "num_experts_per_tok": 3},
+            sliding_window=24,
+            rope_parameters={
+                **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128},
+                **{"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+            },
+        ),
+    ),
     "phi3": (  # of Phi-3-mini-4k: Phi-4 has no window
         Phi3ForCausalLM,
         Phi3Config(**SIZES, **KV_HEADS, **PHI3, num_hidden_layers=3, sliding_window=24),
@@ -147,7 +161,9 @@ def states(cache: DynamicCache, config: Any) -> dict[str, np.ndarray]:
 
 def write(name: str, cls: Any, config: Any, seed: int) -> None:
     torch.manual_seed(seed)
-    changed = {"glm4_moe": _glm, "glm4_moe_lite": _glm, "gemma3_text": _gemma}.get(config.model_type)
+    changed = {"glm4_moe": _glm, "glm4_moe_lite": _glm, "gemma3_text": _gemma, "gpt_oss": _gpt_oss}.get(
+        config.model_type
+    )
     create = partial(changed, cls) if changed else cls
     model = make(HERE / name, create, config, torch.bfloat16, seed)
     ids = torch.randint(0, config.vocab_size, (POSITIONS,), generator=torch.Generator().manual_seed(seed))
@@ -180,6 +196,18 @@ def _gemma(cls: Any, config: Any) -> Any:
     model = cls(config)
     scale = model.get_input_embeddings().embed_scale
     scale.copy_(scale.bfloat16())
+    return model
+
+
+@torch.no_grad()
+def _gpt_oss(cls: Any, config: Any) -> Any:
+    """With sink logits that are large beside 24 scores, and inputs of experts whose gates and ups exceed the limit."""
+    model = cls(config)
+    for name, p in model.named_parameters():
+        if name.endswith("sinks"):
+            p.fill_(2.0)
+        elif name.endswith("post_attention_layernorm.weight"):
+            p.fill_(3.0)
     return model
 
 

@@ -157,7 +157,7 @@ def changed(case: str, **tensors) -> dict[str, Tensor]:
             "gptq",
             {"quant_method": "hqq"},
             {},
-            "quant_method 'hqq'; supported are gptq, awq, compressed-tensors, fp8 and",
+            "quant_method 'hqq'; supported are gptq, awq, compressed-tensors, fp8,",
         ),
         ("ct", {"format": "marlin-24"}, {}, "format 'marlin-24' of compressed-tensors; supported are pack-quantized"),
         ("awq", {"version": "gemv"}, {}, "version 'gemv' of AWQ; supported is gemm"),

@@ -15,6 +15,7 @@ from common import encoded_parts
 from common.checkpoint import open_checkpoint
 from common.demo import block_beside, demo_path
 from common.errors import BimetalError, UsageError
+from common.gguf_tokenizer import pre_tokenizer_name
 from common.tokenizer import load_tokenizer
 
 DATA = Path(__file__).parent.parent / "data" / "tokenizer_golden.json.gz"
@@ -300,6 +301,42 @@ def test_tekken_splits():
     assert pieces("getHTTPResponse ÉTÉs été 123") == ["get", "HTTPResponse", " ÉTÉs", " été", " ", "1", "2", "3"]
     assert pieces("a+=/\n\n  b don't") == ["a", "+=/\n\n", " ", " b", " don", "'t"]
     assert bpe("tekken", bos_token_id=5, add_bos_token=None).add_bos
+
+
+O200K = (  # of the tokenizer.json of gpt-oss-20b
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def test_gpt_4o_splits():
+    """Words with their contractions, three digits at a time, slashes with the punctuation before them."""
+    backend = bpe("gpt-4o", bos_token_id=5, add_bos_token=None)._backend
+
+    def pieces(text):
+        return [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+    assert pieces("getHTTPResponse ÉTÉs été 1234567") == [
+        "get",
+        "HTTPResponse",
+        " ÉTÉs",
+        " été",
+        " ",
+        "123",
+        "456",
+        "7",
+    ]
+    assert pieces("a+=/\n\n  b don't I'LL") == ["a", "+=/\n\n", " ", " b", " don't", " I'LL"]
+    assert not bpe("gpt-4o", bos_token_id=5, add_bos_token=None).add_bos
+    assert pre_tokenizer_name([O200K], False, None) == "gpt-4o"
+
+
+def test_gpt_oss_ends_a_reply_at_a_call_or_a_return():
+    """Not at the end of a message: a reply has several."""
+    names = ("<|return|>", "<|call|>", "<|end|>", "<|message|>", "<|endoftext|>")
+    config = {"tokens": [*names, "</s>"], "token_type": [3, 3, 3, 3, 3, 1], "merges": []}
+    assert bpe("gpt-4o", **config, bos_token_id=None, eos_token_id=0).end_ids == {0, 1, 4}
 
 
 def test_laguna_splits_before_a_run_of_newlines():

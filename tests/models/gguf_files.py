@@ -52,7 +52,7 @@ ARCHITECTURES = {  # by config.json's model_type, where the names differ
     **{"mistral": "llama", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"},
     **{"qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next"},
 }
-DENSE = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+DENSE = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", ".bias")
 DELTA = ("qwen3next", "qwen35")  # architectures with Gated DeltaNet layers
 TYPES = {kind.name: kind for kind in gguf.GGMLQuantizationType}
 

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter makes of Laguna, GLM-4.7-Flash (`deepseek2`), GLM-4.5 and Gemma 3: keys and tensors.
+"""What llama.cpp's converter makes of Laguna, GLM-4.7-Flash (`deepseek2`), GLM-4.5, Gemma 3 and gpt-oss: keys, tensors.
 
 Independent of `common/models`, like gguf_files.py, which writes them. A test may change both before they are written.
 """
@@ -137,7 +137,42 @@ def glm4_moe(config: dict, weights: Arrays) -> Converted:
     return "glm4moe", keys, _tensors(config, config["n_routed_experts"], weights, NAMES | own)
 
 
-CONVERTERS = {"laguna": laguna, "glm4_moe": glm4_moe, "glm4_moe_lite": glm, "gemma3_text": gemma3}
+def gpt_oss(config: dict, weights: Arrays) -> Converted:
+    """Rows of gates and ups alternate in training; which layers slide, and what YaRN truncates, are not stated."""
+    rope = config["rope_parameters"]
+    keys = _sizes(config) | {
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": config["head_dim"],
+        "attention.value_length": config["head_dim"],
+        "attention.sliding_window": config["sliding_window"],
+        "expert_count": config["num_local_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_feed_forward_length": config["intermediate_size"],
+        "rope.freq_base": rope["rope_theta"],
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+    }
+    own = {
+        **{f"self_attn.{x}_proj.bias": f"attn_{x}.bias" for x in "qkv"},
+        **{"self_attn.o_proj.bias": "attn_output.bias", "self_attn.sinks": "attn_sinks.weight"},
+        **{"mlp.router.weight": "ffn_gate_inp.weight", "mlp.router.bias": "ffn_gate_inp.bias"},
+        "post_attention_layernorm.weight": "post_attention_norm.weight",
+    }
+    tensors = _tensors(config, 0, weights, NAMES | own)
+    for i in range(config["num_hidden_layers"]):
+        stem = f"model.layers.{i}.mlp.experts."
+        columns, biases = weights[stem + "gate_up_proj"], weights[stem + "gate_up_proj_bias"]
+        for first, part in enumerate(("gate", "up")):
+            tensors[f"blk.{i}.ffn_{part}_exps.weight"] = columns[:, :, first::2].swapaxes(1, 2)
+            tensors[f"blk.{i}.ffn_{part}_exps.bias"] = biases[:, first::2]
+        tensors[f"blk.{i}.ffn_down_exps.weight"] = weights[stem + "down_proj"].swapaxes(1, 2)
+        tensors[f"blk.{i}.ffn_down_exps.bias"] = weights[stem + "down_proj_bias"]
+    return "gpt-oss", keys, tensors
+
+
+CONVERTERS = {"laguna": laguna, "glm4_moe": glm4_moe, "glm4_moe_lite": glm, "gemma3_text": gemma3, "gpt_oss": gpt_oss}
 
 
 def write_keys(writer: gguf.GGUFWriter, architecture: str, keys: dict[str, Any]) -> None:

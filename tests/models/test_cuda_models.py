@@ -15,7 +15,7 @@ from common.embeddings import embed
 from common.errors import BimetalError, UsageError
 from common.models import load_model
 from common.pooling import Pooling
-from common.reference import NumpyOps
+from common.reference import NumpyOps, clamped_swiglu
 from common.rerank import Prompts, Reranker, rank
 from common.scores import completed
 from common.step import PAST, Step
@@ -116,8 +116,10 @@ def test_attention_scores(model, name, ids, monkeypatch):
     if name == "glm":
         pytest.skip("latent attention has no keys per head")
     monkeypatch.setattr(model.ops, "prefill_rows", 20)
-    if name in ("mistral", "phi3"):  # every layer has a window
-        with pytest.raises(UsageError, match=f"{name} has no layers whose attention could score a prompt"):
+    if name in ("mistral", "phi3", "gptoss"):  # every layer has a window, or sink logits
+        with pytest.raises(
+            UsageError, match=f"{model.architecture} has no layers whose attention could score a prompt"
+        ):
             completed(attention_to(model, ids[:60], 4, 64))
         return
     expected = completed(attention_to(tiny.load(name, NumpyOps()), ids[:60], 4, 64))
@@ -316,12 +318,17 @@ class Int8Numpy(NumpyOps):
         o = self.latent_attention(self.head_linear(q_nope, w.k_up), q_rope, latent, k_rope, kv, step, scale)
         return self.head_linear(o, w.v_up)
 
-    def moe(self, x, gate_up, down, ids, weights):
+    def moe(self, x, gate_up, down, ids, weights, biases=None):
         out = np.zeros_like(x)
         for t, row in enumerate(ids):
             for j, expert in enumerate(row):
                 gate, up = np.split(self.linear(x[t : t + 1], gate_up[expert]), 2, axis=-1)
-                out[t] += weights[t, j] * self.linear(self.swiglu(gate, up), down[expert])[0]
+                if biases is None:
+                    channels, more = self.swiglu(gate, up), 0
+                else:
+                    gate, up, more = gate + biases.gate[expert], up + biases.up[expert], biases.down[expert]
+                    channels = clamped_swiglu(gate, up, biases.limit)
+                out[t] += weights[t, j] * (self.linear(channels, down[expert])[0] + more)
         return out
 
 

@@ -51,6 +51,7 @@ FAMILIES = [
     "laguna",
     "glm",
     "glm4moe",
+    "gptoss",
 ]
 TWO = Placement((0, 1), (1, 1))
 

@@ -57,7 +57,7 @@ def check(model, ids, length, capacity):
 
 
 @pytest.mark.parametrize("length", [5, 140])
-@pytest.mark.parametrize("name", ["qwen3", "qwen35", "laguna", "mistral", "gemma3", "glm"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "laguna", "mistral", "gemma3", "glm", "gptoss"])
 def test_families(ops, name, length):
     check(tiny.load(name, ops), tiny.golden(name)["ids"].astype(np.int32), length, tiny.CAPACITY)
 

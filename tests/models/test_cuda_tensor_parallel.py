@@ -54,6 +54,7 @@ FAMILIES = [
     "laguna",
     "glm",
     "glm4moe",
+    "gptoss",
 ]
 # Partial sums are added in another order than one product adds them, then rows are quantized for the next product: as
 # two GPUs of different stripes. Gated DeltaNet's norms of small heads amplify it.

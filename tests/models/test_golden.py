@@ -15,7 +15,7 @@ from common.models import load_model
 LOGIT = {"llama": 1e-4, "llama-untied": 1e-4, "qwen3": 1e-4, "qwen3-yarn": 1e-4, "qwen35": 5e-4, "qwen35moe": 5e-4}
 LOGIT |= {"qwen3moe": 1e-4, "qwen2": 1e-4, "mistral": 1e-4}
 LOGIT |= {"laguna": 5e-4, "laguna-m1": 1e-4, "glm": 5e-4}  # of glm 3e-4 is a GGUF file's other epsilon of latent norms
-LOGIT |= {"qwen3next": 5e-4, "gemma3": 1e-4, "glm4moe": 1e-4}
+LOGIT |= {"qwen3next": 5e-4, "gemma3": 1e-4, "glm4moe": 1e-4, "gptoss": 2e-4}  # experts of gptoss return tens
 LOGIT |= {"phi3": 1e-4, "phi4mini": 2e-4}
 DELTA = ("qwen35", "qwen35moe", "qwen3next")
 PIECES_LOGIT = LOGIT | dict.fromkeys(DELTA, 2e-3)  # MLX on the CPU multiplies long steps by another program

@@ -473,9 +473,15 @@ TRAPS = [
             config(rope=lambda c: replace(c.rope, magnitude=1.0))(model, patch), patch
         ),
     ),
-    ("beta_fast 32", config(rope=lambda c: replace(c.rope, frequencies=blocks._yarn(1e2, 8, 8.0, 128, 32.0, 1.0)))),
+    (
+        "beta_fast 32",
+        config(rope=lambda c: replace(c.rope, frequencies=blocks._yarn(1e2, 8, 8.0, 128, (32.0, 1.0), True))),
+    ),
     ("one rope for both kinds", config(sliding_rope=lambda c: c.rope)),
-    ("all channels of full layers", config(rope=lambda c: Rope(blocks._yarn(1e2, 16, 8.0, 128, 4.0, 1.0), 1.1))),
+    (
+        "all channels of full layers",
+        config(rope=lambda c: Rope(blocks._yarn(1e2, 16, 8.0, 128, (4.0, 1.0), True), 1.1)),
+    ),
     ("half of the channels of sliding layers", config(sliding_rope=lambda c: Rope(blocks._frequencies(1e4, 8)))),
     ("adjacent pairs", op("rope", rotate_adjacent)),
     ("last channels", rope_of_layers(False, rotate_last)),
@@ -573,6 +579,6 @@ def test_llama_cpp(ops, tmp_path, name):
     """llama.cpp ignores the beta_fast of these files (taking 32) and YaRN's factor (deriving it)."""
     path = write_gguf(tiny.FOLDER / name, tmp_path / "m.gguf")
     ids, model = tiny.golden(name)["ids"], load_model(path, ops)
-    rope = Rope(blocks._yarn(1e2, 8, 8.0, 128, 32.0, 1.0), DERIVED)
+    rope = Rope(blocks._yarn(1e2, 8, 8.0, 128, (32.0, 1.0), True), DERIVED)
     model = replace(model, config=replace(model.config, rope=rope))
     assert_near(tiny.logits_of(model, ids), llama_cpp_logits(path, ids), f"{ops.name} to llama.cpp, {name}")

@@ -85,6 +85,7 @@ ROPES = [
     | {"original_max_position_embeddings": 8192},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
     {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "attention_factor": 0.7},
+    {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
     {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 4096, "beta_fast": 16, "beta_slow": 2},
 ]
 
@@ -101,7 +102,9 @@ def test_rope_frequencies(rope, theta):
     values["rope_parameters"] = rope | {"rope_theta": theta}
     expected = LlamaRotaryEmbedding(transformers.LlamaConfig(**values))
     ours = hf_rope(Keys(values, "test"), 128)
-    np.testing.assert_allclose(ours.frequencies, expected.inv_freq.numpy(), rtol=1e-6)
+    # at the end of a ramp float32 loses digits, in a difference from 1, where it ends between two pairs
+    rtol = 1e-6 if rope.get("truncate", True) else 3e-6
+    np.testing.assert_allclose(ours.frequencies, expected.inv_freq.numpy(), rtol=rtol)
     assert ours.magnitude == pytest.approx(expected.attention_scaling)
 
 

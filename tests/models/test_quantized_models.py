@@ -44,7 +44,7 @@ from generate.__main__ import main
 
 IDS = tiny.golden("qwen3")["ids"][:96]
 MIXTURES = ["laguna", "laguna-m1", "glm", "glm4moe", "qwen3next"]
-EXPERTS = ["qwen3moe", "qwen35moe", "qwen3next", "laguna", "glm", "glm4moe"]
+EXPERTS = ["qwen3moe", "qwen35moe", "qwen3next", "laguna", "glm", "glm4moe", "gptoss"]
 GGUF_MODELS = [name for name in tiny.MODELS if name not in MIXTURES] + MIXTURES
 
 
@@ -73,6 +73,13 @@ def files_of(folder):
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
+def swapped(tensor, columns=slice(None)):
+    """Columns of each matrix of a stack in BF16 as rows."""
+    rows = tensor.data.view("<u2")[:, :, columns].swapaxes(1, 2)
+    data = np.ascontiguousarray(rows).view(np.uint8)
+    return replace(tensor, shape=rows.shape, data=data)
+
+
 def as_encoded(name, path):
     """The tiny model `name` whose matrices have the values that `encode` gives them in the formats of `path`."""
     checkpoint, written = open_checkpoint(tiny.FOLDER / name), open_checkpoint(path).tensors
@@ -92,6 +99,13 @@ def as_encoded(name, path):
             of_values = np.arange(len(values)) % (len(values) // checkpoint.config["num_attention_heads"]) >= 16
             at = np.flatnonzero(of_values)
             values[at] = encoded(tensors[key].take_rows(at), key.replace("kv_b_proj", "unembed_out"))
+        elif key.endswith("experts.gate_up_proj"):  # gpt-oss's columns are rows of two modules of mlx-lm's
+            for first, part in enumerate(("gate_proj", "up_proj")):
+                rows = swapped(tensors[key], slice(first, None, 2))
+                module = key.replace("gate_up_proj", f"{part}.weight")
+                values[:, :, first::2] = encoded(rows, module).swapaxes(1, 2)
+        elif key.endswith("experts.down_proj"):
+            values = encoded(swapped(tensors[key]), key + ".weight").swapaxes(1, 2)
         else:
             values = encoded(tensors[key], re.sub(r"\.experts\.\d+\.", ".switch_mlp.", key))
         tensors[key] = dense(key, values)

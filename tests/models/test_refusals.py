@@ -83,6 +83,10 @@ REQUIRED = {
     ("gemma3", "safetensors"): "hidden_size num_hidden_layers intermediate_size",
     ("gemma3", "gguf"): "block_count attention.key_length attention.head_count attention.head_count_kv "
     "embedding_length feed_forward_length context_length attention.layer_norm_rms_epsilon rope.scaling.factor",
+    ("gptoss", "safetensors"): "vocab_size hidden_size num_hidden_layers num_attention_heads num_local_experts "
+    "num_experts_per_tok intermediate_size max_position_embeddings rope_parameters/factor",
+    ("gptoss", "gguf"): "block_count attention.head_count embedding_length expert_count expert_used_count "
+    "expert_feed_forward_length context_length attention.layer_norm_rms_epsilon rope.scaling.factor",
     ("qwen3next", "safetensors"): "num_experts num_experts_per_tok moe_intermediate_size",
     ("qwen3next", "gguf"): "expert_count expert_used_count ssm.group_count",
     ("qwen35moe", "safetensors"): "num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size",
@@ -180,6 +184,27 @@ WRONG = [  # model, format, key, value, what the sentence says
     ("glm4moe", "safetensors", "attention_bias", "yes", "attention_bias is 'yes', expected bool"),
     ("glm4moe", "safetensors", "rope_parameters/partial_rotary_factor", 1.5, "rope turns 24 channels of a head of 16"),
     ("glm4moe", "safetensors", "num_hidden_layers", 10**9, "says it has 1000000000 layers"),
+    ("gptoss", "safetensors", "hidden_act", "gelu", "hidden_act is 'gelu'; supported: silu"),
+    ("gptoss", "safetensors", "attention_bias", False, "attention_bias is False; supported: True"),
+    ("gptoss", "safetensors", "swiglu_alpha", 1.0, "swiglu_alpha is 1.0; supported: 1.702"),
+    ("gptoss", "safetensors", "swiglu_limit", 0.0, "swiglu_limit is 0.0, expected a finite number above 0"),
+    ("gptoss", "safetensors", "layer_types", ["chunked"] * 3, "layer_types has 'chunked'; supported: sliding_att"),
+    (
+        "gptoss",
+        "safetensors",
+        "layer_types",
+        ["full_attention"],
+        "layer_types lists 1 layers, and num_hidden_layers is",
+    ),
+    ("gptoss", "safetensors", "sliding_window", 0, "sliding_window is 0, expected a number from 1"),
+    ("gptoss", "safetensors", "num_experts_per_tok", 7, "the configuration chooses 7 of 6 experts"),
+    ("gptoss", "safetensors", "rope_parameters/truncate", "no", "rope_parameters.truncate is 'no', expected bool"),
+    ("gptoss", "safetensors", "num_local_experts", 10**9, "the model's configuration says (1000000000, 32)"),
+    ("gptoss", "gguf", "gpt-oss.expert_gating_func", 2, "gpt-oss.expert_gating_func is 2; supported: 3"),
+    ("gptoss", "gguf", "gpt-oss.expert_shared_count", 1, "gpt-oss.expert_shared_count is 1; supported: 0"),
+    ("gptoss", "gguf", "gpt-oss.leading_dense_block_count", 1, "leading_dense_block_count is 1; supported: 0"),
+    ("gptoss", "gguf", "gpt-oss.attention.sliding_window_pattern", [True], "pattern does not cover 3 layers"),
+    ("gptoss", "gguf", "gpt-oss.rope.scaling.type", "longrope", "rope.scaling.type 'longrope'; supported: none, "),
     ("glm4moe", "gguf", "glm4moe.rope.dimension_count", 24, "rope turns 24 channels of a head of 16"),
     ("glm4moe", "gguf", "glm4moe.nextn_predict_layers", 3, "nextn_predict_layers leaves 0 layers"),
     ("glm4moe", "gguf", "glm4moe.leading_dense_block_count", -1, "block_count is -1, expected a number from 0 to 3"),
@@ -215,13 +240,6 @@ WRONG = [  # model, format, key, value, what the sentence says
     ("llama", "safetensors", "rope_parameters/short_factor", [1.0], "rope_parameters.short_factor is not supported"),
     ("llama", "safetensors", "rope_parameters/rope_theta", 1.0, "the rope base is 1.0, expected a number above 1"),
     ("llama", "safetensors", "head_dim", 3, "rope turns 3 channels of a head, expected an even number"),
-    (
-        "qwen3-yarn",
-        "safetensors",
-        "rope_parameters/truncate",
-        False,
-        "rope_parameters.truncate is False; supported: True",
-    ),
     ("qwen3-yarn", "safetensors", "rope_parameters/mscale", 1.0, "rope_parameters.mscale is not supported"),
     (
         "qwen3-yarn",
@@ -272,7 +290,9 @@ def with_tensor(checkpoint: Checkpoint, name: str, tensor: Tensor | None) -> Che
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "qwen35moe", "qwen3next", "gemma3", "glm4moe"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3moe", "qwen35moe", "qwen3next", "gemma3", "glm4moe", "gptoss"]
+)
 def test_every_tensor_counts(checkpoints, name, form):
     """Without any one tensor, and with any one too long by a row, the file is refused by that tensor's name."""
     checkpoint = checkpoints(name, form)

@@ -92,7 +92,7 @@ def test_a_vocabulary_that_ranks_do_not_divide():
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3moe", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna-m1", "glm", "glm4moe"]
+    "name", ["qwen3", "qwen3moe", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna-m1", "glm", "glm4moe", "gptoss"]
 )
 def test_quantized_matrices(name):
     """Groups of 32 columns go whole to a rank; what it multiplies are the same numbers."""
@@ -134,6 +134,13 @@ def test_networks_of_blocks_of_32():
     divides("glm-4.5-air:q4_k_m", 2)
     with pytest.raises(BimetalError, match="10944 columns in Q8_0 blocks of 32 cannot be divided among 4 ranks"):
         divides("glm-4.5-air:q4_k_m", 4)
+
+
+def test_experts_of_ninety_blocks():
+    """Those of gpt-oss: 2880 channels in blocks of 32."""
+    divides("gpt-oss-20b:mxfp4", 2)
+    with pytest.raises(BimetalError, match="2880 columns in MXFP4 blocks of 32 cannot be divided among 4 ranks"):
+        divides("gpt-oss-20b:mxfp4", 4)
 
 
 def test_experts_of_three_blocks():
@@ -179,6 +186,7 @@ def test_other_names(name, dialect):
         "gemma3",
         "laguna",
         "glm4moe",
+        "gptoss",
         "phi3",
     ],
 )

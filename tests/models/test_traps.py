@@ -19,7 +19,7 @@ from test_golden import KL, LOGIT
 from common import reference
 from common.models import blocks, llama, load_model, qwen35
 from common.ops import Rope
-from common.reference import NumpyOps, delta_rule, sigmoid, silu
+from common.reference import NumpyOps, clamped_swiglu, delta_rule, sigmoid, silu
 
 ROWS = 128
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # some mistakes overflow
@@ -244,6 +244,25 @@ TRAPS = [  # name, model, mistake
     ("window in every layer", "gemma3", config(is_sliding=lambda c: (True,) * len(c.is_sliding))),
     ("window in no layer", "gemma3", config(is_sliding=lambda c: (False,) * len(c.is_sliding))),
     ("scores divided by another root", "gemma3", config(query_scalar=lambda c: 24.0)),
+    ("no sink logits", "gptoss", op("attention", lambda f, *a, sink_logits, **k: f(*a, **k))),
+    ("sink logits of other heads", "gptoss", weight("sink_logits", wrong=lambda w: np.roll(w, 1))),
+    ("sink logits scaled as scores", "gptoss", weight("sink_logits", wrong=lambda w: w / 4)),
+    ("no bias of the output", "gptoss", weight("o_bias", wrong=np.zeros_like)),
+    ("no bias of the router", "gptoss", weight("router_bias", wrong=np.zeros_like)),
+    ("softmax over all experts", "gptoss", op("route_softmax", top_of_softmax)),
+    ("no biases of gates", "gptoss", weight("gate_bias", wrong=np.zeros_like)),
+    ("no biases of ups", "gptoss", weight("up_bias", wrong=np.zeros_like)),
+    ("no biases of downs", "gptoss", weight("down_bias", wrong=np.zeros_like)),
+    ("experts' gate and up swapped, with biases", "gptoss", weight("experts_gate_up", wrong=swap_halves)),
+    ("gates and ups not clamped", "gptoss", config(limit=lambda c: 1e9)),
+    ("ups without + 1", "gptoss", inner("clamped_swiglu", lambda g, u, limit: clamped_swiglu(g, u - 1, limit), "moe")),
+    ("SiLU of clamped gates", "gptoss", inner("CLAMPED_GAIN", 1.0, "moe")),
+    ("full layers first", "gptoss", config(is_sliding=lambda c: tuple(not slides for slides in c.is_sliding))),
+    (
+        "YaRN between whole pairs",
+        "gptoss",
+        config(rope=lambda c: Rope(blocks._yarn(1e4, 16, 8.0, 128, (32.0, 1.0), True), c.rope.magnitude)),
+    ),
     ("llama3 scaling ignored", "llama", config(rope=plain_rope)),
     ("YaRN ignored", "qwen3-yarn", config(rope=plain_rope)),
     ("YaRN without its attention factor", "qwen3-yarn", config(rope=lambda c: unscaled(c.rope))),

@@ -9,7 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from common.ops import Array, DeltaInputs, DeltaWeights, GateWeights, LatentWeights, Ops, Rope
+from common.ops import (
+    Array,
+    DeltaInputs,
+    DeltaWeights,
+    ExpertBiases,
+    ExpertWeights,
+    GateWeights,
+    LatentWeights,
+    Ops,
+    Rope,
+)
 from common.step import Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec
 from common.tensors import Tensor
@@ -213,13 +223,14 @@ def stateful(spec: LayerSpec, past: int, kind: str, T: int, call: Callable[[Inpu
 
 def attention_cases() -> Iterator[Case]:
     def attend(
-        H: int, K: int, D: int, Dv: int, window: int | None, causal: bool = False
+        H: int, K: int, D: int, Dv: int, window: int | None, causal: bool = False, sinks: float | None = None
     ) -> Callable[[Inputs, Any, Step], Array]:
         def call(i: Inputs, kv: Any, step: Step) -> Array:
             T = len(step)
             rows = i.rows(T, H, D), i.rows(T, K, D), i.rows(T, K, Dv)
             ordered = causal and step.parents is None
-            return i.ops.attention(*rows, kv, step, scale=D**-0.5, window=window, causal=ordered)
+            logits = None if sinks is None else i.ops.vector(dense("sinks", sinks + np.arange(H)))
+            return i.ops.attention(*rows, kv, step, D**-0.5, window, ordered, sink_logits=logits)
 
         return call
 
@@ -261,6 +272,12 @@ def attention_cases() -> Iterator[Case]:
             yield Case(
                 f"write_kv-past{past}-{T}", "attention", stateful(kept(None, 2, 16, 16), past, "chain", T, written)
             )
+    for sinks in (-40.0, 0.0, 6.0):  # without a share, beside the scores, and most of the softmax
+        for past, kind, T in ((0, "chain", 1), (5, "tree", 7), (257, "chain", 33), (257, "tree", 7), (9, "chain", 140)):
+            for spec, window in (("kv", None), ("window", 8)):
+                call = attend(8, 2, 64, 64, window, sinks=sinks)
+                run = stateful(kept(window, 2, 64, 64), past, kind, T, call)
+                yield Case(f"attention-{spec}-past{past}-{kind}{T}-sinks{sinks:g}", "attention", run)
     yield case(7, "chain", 7, 3, 3, 24, 8, None, "kv")
     yield case(7, "tree", 7, 8, 1, 64, 64, None, "kv")
     yield case(7, "chain", 140, 4, 2, 64, 64, None, "kv")
@@ -376,7 +393,24 @@ def expert_cases() -> Iterator[Case]:
 
         return run
 
+    def biased(T: int, stored: str, F: int) -> Run:
+        """Of gates and ups that exceed the limit; logits are distinct."""
+
+        def run(i: Inputs) -> list[Array]:
+            E, C, matrix, vector = 6, 96, getattr(i, stored), i.ops.vector
+            choice = np.stack([i.random.permutation(E) for _ in range(T)])
+            rows = array(i.ops, np.concatenate([choice, i.draw(T, C - E)], axis=1))
+            router = i.ops.weight(dense("router", np.eye(E, C)))
+            of_router = vector(dense("biases", np.arange(E) / 8))
+            biases = ExpertBiases(of_router, i.vector(E, F), i.vector(E, F), i.vector(E, C), 7.0)
+            return [i.ops.moe_ffn(rows, ExpertWeights(router, matrix(E, 2 * F, C), matrix(E, C, F), biases=biases), 4)]
+
+        return run
+
     for T in ROWS:
+        for stored in ("packed", "weight"):
+            op = "moe" if stored == "packed" else "moe_dense"
+            yield Case(f"moe_biased-{T}-{stored}", op, biased(T, stored, 64))
         for E, k in ((8, 2), (5, 5), (64, 7)):
             yield Case(f"route_softmax-{T}-{E}-{k}", "route", softmax(T, E, k))
             yield Case(f"route_sigmoid-{T}-{E}-{k}", "route", sigmoid(T, E, k))

@@ -9,6 +9,7 @@ from cases import array
 
 from common.quants import BLOCKS
 from common.tensors import Tensor
+from common.weights import dense
 from cuda_backend.occupancy import WHOLE
 from cuda_backend.ops import CudaOps
 
@@ -31,11 +32,13 @@ def outliers(random, *shape):
     return x
 
 
-def attend(ops, state, rows, step, window=None):
+def attend(ops, state, rows, step, window=None, logits=None):
     if isinstance(ops, CudaOps):
         ops.context.arena.reset()
     q, k, v = (array(ops, x) for x in rows)
-    return np.array(ops.read(ops.attention(q, k, v, state[0].kv, step, rows[0].shape[-1] ** -0.5, window)))
+    logits = None if logits is None else ops.vector(dense("sinks", logits))
+    out = ops.attention(q, k, v, state[0].kv, step, rows[0].shape[-1] ** -0.5, window, sink_logits=logits)
+    return np.array(ops.read(out))
 
 
 def on_multiprocessors(context, sms):

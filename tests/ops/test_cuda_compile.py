@@ -128,8 +128,13 @@ def attention_builds(card: Card) -> list[Build]:
     """Attention to rows in float16, and what follows it."""
     builds: list[Build] = []
     forms = itertools.product(("WARPS=1", "WARPS=2"), ("ALONE=0", "ALONE=1"))
-    kinds = itertools.product(forms, ((0, 0), (1, 0), (1, 1)), ((), ("ONLY=1",), ("ONLY=8",)))
+    kinds = [*itertools.product(forms, ((0, 0), (1, 0), (1, 1)), ((), ("ONLY=1",), ("ONLY=8",)))]
     builds += [("pieces", (*form, f"GATED={gated}", f"WINDOWED={w}", *only)) for form, (gated, w), only in kinds]
+    builds += [
+        ("pieces", (*form, f"GATED={w}", f"WINDOWED={w}", *only, "SINK_LOGITS=1"))
+        for form, (gated, w), only in kinds
+        if gated == w
+    ]
     builds += [
         ("pieces", (*form, f"GATED={gated}", "WINDOWED=0", "FOLDED=1")) for form, (gated, w), _ in kinds if not w
     ]
@@ -140,6 +145,7 @@ def attention_builds(card: Card) -> list[Build]:
     turned = itertools.product(("WARPS=1", "WARPS=2"), ("ALONE=0", "ALONE=1"), (0, 1), (32, 64, 128))
     forms = [(*form, f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}") for *form, gated, g in turned]
     builds += [("pieces", form) for form in forms]
+    builds += [("pieces", (*form, "SINK_LOGITS=1")) for form in forms if "GATED=0" in form]
     if card.capability == 90:
         builds += [("pieces", (*form, "FOLDED=1")) for form in forms if form[-1] == "TURN_VALUES=128"]
         builds += [("pieces", (*form[:-1], "FOLDED=1")) for form in forms if form[-1] == "TURN_VALUES=128"]
@@ -159,6 +165,7 @@ def attention_builds(card: Card) -> list[Build]:
         tiles = [t for d in (128, 256) for t in (*splits(card, d), *splits_of_64(card, d))]
         builds += [("split", (*t, "TAILS=1", "WINDOWED=0", f"ALONE={alone}")) for t in tiles for alone in (0, 1)]
     builds += [("attention", defines) for defines in heads(card)]
+    builds += [("attention", (*defines, "SINK_LOGITS=1")) for defines in heads(card)]
     builds += [("attention", (*defines, f"SPARSE={BLOCK}")) for defines in heads(card)] + [
         ("choose_blocks", BLOCK_CHOICE)
     ]
@@ -188,7 +195,8 @@ def packed_builds(card: Card) -> list[Build]:
                     ("to_cache", (f"D={d}", f"ALONE={one}", *form, *biased)) for one in (0, 1) if d in (128, 256)
                 ]
                 builds += [("heads_to_cache", (f"WIDTH={d}", *form, *biased))]
-            builds += [("attention", (*whole_tiles(card, d)[0], f"DIM={d}", *form))]
+            whole = *whole_tiles(card, d)[0], f"DIM={d}", *form
+            builds += [("attention", whole), ("attention", (*whole, "SINK_LOGITS=1"))]
         longest = max(FORMATS[name.lower()].row_bytes(d) for name in (keys, values))
         if longest == 512 and card.shared <= 64 << 10:
             continue  # test_rows_that_do_not_fit
@@ -272,6 +280,8 @@ def product_builds(card: Card) -> list[Build]:
         kinds = (8, 1, 0, 0), (2, 1, 2, 0), (16, 1, 2, 0), (1, 0, 1, 0), (1, 0, 0, 1)
         builds += [("single", single(card, type_, *kind)) for kind in kinds]
         builds += [("single", (*single(card, type_, *kind), "MOVED=1")) for kind in ((8, 1, 0, 0), (8, 1, 2, 0))]
+        clamped = [(*single(card, type_, n, 1, made, 0), "CLAMPED=1") for n in (1, 4) for made in (0, 2)]
+        builds += [("single", (*form, *moved)) for form in clamped for moved in ((), ("MOVED=1",))]
         builds += [("experts", (*expert_defines(card, type_, 8), "MOVED=1"))]
         builds += [(stem, tile_defines(type_)) for stem in ("repack", "expand")]
     return builds

@@ -53,13 +53,13 @@ def rows_at(places, heads, D):
 class Read:
     """A sequence on one backend: tokens are numbers, and stand for the same rows everywhere."""
 
-    def __init__(self, ops, spec, H=4, state=None):
-        self.ops, self.spec, self.state = ops, spec, state or ops.new_state(spec, 1200)
+    def __init__(self, ops, spec, H=4, state=None, logits=None):
+        self.ops, self.spec, self.state, self.logits = ops, spec, state or ops.new_state(spec, 1200), logits
         self.heads, self.D = (H, spec[0]["kv"].kv_heads, spec[0]["kv"].kv_heads), spec[0]["kv"].key_dim
 
     def step(self, step):
         rows = rows_at(step.tokens, self.heads, self.D)
-        return attend(self.ops, self.state, rows, step)
+        return attend(self.ops, self.state, rows, step, logits=self.logits)
 
     def chain(self, tokens, keep=True):
         tokens = np.asarray(tokens, np.int32)
@@ -73,9 +73,9 @@ def near(out, expected, tolerance=5e-3):
     assert np.abs(out - expected).max() <= tolerance * np.abs(expected).max()
 
 
-def agrees_with_numpy(ops, pair, D=64, **packing):
+def agrees_with_numpy(ops, pair, D=64, logits=None, **packing):
     """Chains of any length, a tree, what a path of it leaves, and a prompt after them."""
-    cuda, numpy = (Read(on, spec_of(pair, D=D, **packing)) for on in (ops, NumpyOps()))
+    cuda, numpy = (Read(on, spec_of(pair, D=D, **packing), logits=logits) for on in (ops, NumpyOps()))
     token = 0
     for count in (3, 1, 9, 1, 1, 140, 20, 1):
         near(*(read.chain(range(token, token + count)) for read in (cuda, numpy)))
@@ -91,6 +91,11 @@ def agrees_with_numpy(ops, pair, D=64, **packing):
 @pytest.mark.parametrize("pair", FEW, ids="/".join)
 def test_as_numpy(pair, ops):
     agrees_with_numpy(ops, pair)
+
+
+@pytest.mark.parametrize("pair", FEW[:2], ids="/".join)
+def test_as_numpy_with_sink_logits(pair, ops):
+    agrees_with_numpy(ops, pair, logits=np.array([-30.0, 0.0, 3.0, 8.0]))
 
 
 @pytest.mark.parametrize("D", [128, 256])

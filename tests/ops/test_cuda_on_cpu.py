@@ -257,7 +257,20 @@ def test_ops(file, chosen):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["qwen3-", "qwen3moe", "qwen2", "mistral", "qwen35 ", "qwen35moe", "qwen3next", "laguna", "gemma3", "glm", "phi"],
+    [
+        "qwen3-",
+        "qwen3moe",
+        "qwen2",
+        "mistral",
+        "qwen35 ",
+        "qwen35moe",
+        "qwen3next",
+        "laguna",
+        "gemma3",
+        "glm",
+        "gptoss",
+        "phi",
+    ],
 )
 def test_models(name):
     chosen = "tree or snapshot or whole or replay"
@@ -407,6 +420,25 @@ def test_saved_states(chosen):
 @pytest.mark.parametrize("chosen", ["every_family", "sampled or top_k", "cold_experts", "share_passes"])
 def test_speculation(chosen):
     on_cpu("decode/test_cuda_speculation.py", chosen)
+
+
+@pytest.mark.compile
+def test_published_experts_of_gpt_oss():
+    on_cpu("models/test_cuda_gpt_oss.py", "published")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("file", "chosen"),
+    [("ops", "test_op and (sinks or biased) and not 140"), ("exact", "sink_logits")],
+)
+def test_sink_logits_and_biased_experts(file, chosen):
+    on_cpu(f"ops/test_cuda_{file}.py", chosen)
+
+
+@pytest.mark.slow
+def test_random_experts_of_a_benchmark():
+    on_cpu("models/test_cuda_gpt_oss.py", "random")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from common.kv_formats import FORMATS
 from common.reference import NumpyOps
 from common.step import PAST, Step
 from common.storage import KVSpec, Plane
+from common.weights import dense
 
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 metal = pytest.importorskip("simt.device", exc_type=ImportError)
@@ -97,21 +98,24 @@ STEPS = {
 }
 
 
-def run(ops: Any, spec: KVSpec, steps: list, heads: int, dtype: Any, device: Any) -> list[np.ndarray]:
+def run(
+    ops: Any, spec: KVSpec, steps: list, heads: int, dtype: Any, device: Any, sinks: list[float] | None = None
+) -> list[np.ndarray]:
     """The output of each step; prompts are committed whole, of trees the path to row 3."""
     state, outs = ops.new_state([{"kv": spec}], 1000), []
+    logits = None if sinks is None else ops.vector(dense("sinks", np.array(sinks)))
     for T, parents in steps:
         tokens = np.zeros(T, np.int32)
         step = Step.chain(tokens, state.length) if parents is None else Step.tree(tokens, parents, state.length)
         K, D, DV = spec.kv_heads, spec.key_dim, spec.value_dim
         rows = [numbers(T, *s, seed=state.length) for s in ((heads, D), (K, D), (K, DV))]
         rows = [np.array(mx.array(x).astype(dtype).astype(mx.float32)) for x in rows]  # what both sides can hold
-        arrays = [mx.array(x).astype(dtype) for x in rows] if device else rows
+        arrays = [mx.array(x).astype(dtype) for x in rows] if ops.name == "mlx" else rows
         if device and (T <= 8):
             with device():
-                out = ops.attention(*arrays, state[0].kv, step, 0.125)
+                out = ops.attention(*arrays, state[0].kv, step, 0.125, sink_logits=logits)
         else:
-            out = ops.attention(*arrays, state[0].kv, step, 0.125)
+            out = ops.attention(*arrays, state[0].kv, step, 0.125, sink_logits=logits)
         outs.append(np.array(ops.read(out)))
         state.commit(range(T) if parents is None else [0, 1, 3])
     return outs
@@ -130,6 +134,21 @@ def test_attention(steps, pair):
     ours = run(MlxOps(), spec, STEPS[steps], 4, mx.float32, metal.on_metal)
     for our, want in zip(ours, expected, strict=True):
         assert np.abs(our - want).max() < 1e-4 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("pair", [("lm4", "lm3"), ("native", "lm2")], ids="/".join)
+def test_sink_logits(pair, kernels):
+    """A score of each head that has no value, beside strips of codes and of exact rows; composed as well."""
+    options = CacheOptions(*pair, calibration=None if pair[0] == "native" else 16, sinks=2)
+    spec, sinks = packed([{"kv": KVSpec(2, 64, 64)}], options)[0]["kv"], [-30.0, 0.0, 4.0, 9.0]
+    for steps in (STEPS["tree"], STEPS["strips"]):
+        expected = run(NumpyOps(), spec, steps, 4, mx.float32, None, sinks)
+        ours = run(MlxOps(), spec, steps, 4, mx.float32, metal.on_metal if kernels else None, sinks)
+        plain = run(NumpyOps(), spec, steps, 4, mx.float32, None)
+        for our, want, without in zip(ours, expected, plain, strict=True):
+            assert np.abs(our - want).max() < 1e-4 * np.abs(want).max()
+            assert np.abs(without[:, 3]).mean() > 2 * np.abs(want[:, 3]).mean()
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
