@@ -104,28 +104,55 @@ def q8_0_blocks(values: np.ndarray) -> np.ndarray:
     return np.concatenate([scales.view(np.uint8), codes], axis=2).reshape(len(values), -1)
 
 
-def as_mxfp4_blocks(tensor: Tensor) -> Tensor:
-    """Convert a tensor of MLX's mode mxfp4 to GGUF's type MXFP4, which has the same values; other tensors as they are.
+def block_type(type_: str, bits: int) -> str | None:
+    """Return the GGUF type that holds what a tensor of an MLX mode holds, but for the rounding of scales; or None."""
+    return {("mxfp4", 4): "MXFP4", ("affine", 4): "Q4_1", ("affine", 5): "Q5_1"}.get((type_, bits))
 
-    A block has the scale, and then values 0 to 15 in the low halves of 16 bytes, 16 to 31 in the high ones.
+
+def as_blocks(tensor: Tensor) -> Tensor:
+    """Convert a tensor of an MLX mode to its `block_type`; other tensors stay as they are.
+
+    Codes keep their values. Scales and biases of affine groups are rounded to float16.
     """
-    if tensor.type != "mxfp4":
+    type_ = block_type(tensor.type, tensor.bits)
+    if type_ is None:
         return tensor
     assert tensor.scales is not None
     *rows, size = tensor.shape
-    blocks, low = np.empty((math.prod(rows), size // 32, 17), np.uint8), np.uint64(0x0F0F0F0F0F0F0F0F)
-    codes, scales = (part.reshape(-1, part.shape[-1]) for part in (tensor.data, tensor.scales.data))
+    count = math.prod(rows)
+    blocks = np.empty((count, size // 32, BLOCKS[type_].bytes), np.uint8)
+    codes, scales = (part.data.reshape(count, -1) for part in (tensor, tensor.scales))
+    biases = None if tensor.biases is None else tensor.biases.data.reshape(count, -1)
     step = max(1, CHUNK // size)
-    for at in range(0, len(blocks), step):
-        halves = np.ascontiguousarray(codes[at : at + step]).view("<u8").reshape(-1, 2)
-        first, second = halves[:, 0], halves[:, 1]
-        even = first & low | (second & low) << np.uint64(4)
-        odd = first >> np.uint64(4) & low | second & ~low
-        pairs = even.view(np.uint8).astype("<u2") | odd.view(np.uint8).astype("<u2") << np.uint16(8)
-        out = blocks[at : at + step]
-        out[..., 1:] = pairs.view(np.uint8).reshape(len(out), -1, 16)
-        out[..., 0] = scales[at : at + step]
-    return Tensor(tensor.name, "MXFP4", tensor.shape, blocks.reshape(*rows, -1))
+    for at in range(0, count, step):
+        part = slice(at, at + step)
+        out = blocks[part]
+        if biases is None:
+            out[..., 0] = scales[part]
+        else:
+            assert tensor.biases is not None
+            heads = floats(scales[part], tensor.scales.type), floats(biases[part], tensor.biases.type)
+            for i, head in enumerate(heads):
+                with np.errstate(over="ignore"):  # infinite scales are refused
+                    halves = np.repeat(head.astype("<f2"), tensor.group_size // 32, axis=1)
+                out[..., 2 * i : 2 * i + 2] = halves[..., None].view(np.uint8)
+        if type_ == "Q5_1":
+            fives = unpack_codes(np.ascontiguousarray(codes[part]), 5).reshape(*out.shape[:2], 32)
+            out[..., 4:8] = np.packbits(fives >> 4, axis=2, bitorder="little")
+            out[..., 8:] = fives[..., :16] & 15 | (fives[..., 16:] & 15) << 4
+        else:
+            out[..., -16:] = _halves(codes[part]).reshape(*out.shape[:2], 16)
+    return Tensor(tensor.name, type_, tensor.shape, blocks.reshape(*rows, -1))
+
+
+def _halves(codes: np.ndarray) -> np.ndarray:
+    """Reorder codes of 4 bits, two per byte in order, so that 16 bytes have 0 to 15 in low halves, 16 to 31 in high."""
+    low, words = np.uint64(0x0F0F0F0F0F0F0F0F), np.ascontiguousarray(codes).view("<u8").reshape(-1, 2)
+    first, second = words[:, 0], words[:, 1]
+    even = first & low | (second & low) << np.uint64(4)
+    odd = first >> np.uint64(4) & low | second & ~low
+    pairs = even.view(np.uint8).astype("<u2") | odd.view(np.uint8).astype("<u2") << np.uint16(8)
+    return pairs.view(np.uint8)
 
 
 def bits_per_weight(tensor: Tensor) -> float:

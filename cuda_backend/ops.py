@@ -136,9 +136,9 @@ class CudaOps(Ops):
         return weight.nbytes
 
     def holds(self, stored_type: str) -> str:
-        if weights.held_type(stored_type) in UNITS or stored_type in ("F32", "F16", self.context.card.half):
+        if stored_type in (*UNITS, "F32", "F16", "mxfp4", self.context.card.half):
             return "as stored"
-        return "expanded to float16"
+        return "as Q4_1 of 4 bits, Q5_1 of 5, else as float16" if stored_type == "affine" else "expanded to float16"
 
     def held_bytes(self, *parts: Tensor) -> int:
         return sum(weights.held_bytes(part) for part in parts)

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from common.errors import BimetalError
-from common.quants import BLOCKS, as_mxfp4_blocks, check_scales, dequantize
+from common.quants import BLOCKS, as_blocks, block_type, check_scales, dequantize
 from common.tensors import Tensor
 from cuda_backend.host_memory import HostMemory
 from cuda_backend.launch import kernel
@@ -98,7 +98,7 @@ def load(
         uploader.copy(address, blocks)
         return address
 
-    parts = [as_mxfp4_blocks(part) for part in parts]
+    parts = [as_blocks(part) for part in parts]
     for part in parts:
         if part.type not in UNITS:
             check_scales(part)
@@ -129,15 +129,10 @@ def is_kept(part: Tensor, half: str) -> bool:
     return part.scales is None and (part.type in UNITS or (part.type in FLOATS and part.type in ("F32", "F16", half)))
 
 
-def held_type(stored: str) -> str:
-    """Return the type as which a tensor of type `stored` is held if its values stay as they are."""
-    return "MXFP4" if stored == "mxfp4" else stored
-
-
 def held_bytes(part: Tensor) -> int:
     """Predict the device bytes of a tensor alone; rows of a neighbour of its type may fill its padding to 128 rows."""
     experts, rows = (part.shape[0], part.shape[1]) if len(part.shape) == 3 else (1, part.shape[0])
-    if (type_ := held_type(part.type)) in UNITS:
+    if (type_ := block_type(part.type, part.bits) or part.type) in UNITS:
         k_size, tile = UNITS[type_]
         return experts * -(-rows // 128) * -(-part.shape[-1] // k_size) * 8 * tile
     return experts * rows * part.shape[-1] * (2 if part.scales is not None else FLOATS.get(part.type, 2))

@@ -22,7 +22,7 @@ from common.shards import ONE, Ranks, by_columns, by_expert_rows, by_rows
 from common.step import State, Step
 from common.storage import KVSpec, LayerSpec
 from common.tensors import Tensor
-from common.weights import ExpertMatrix, Fix, Layout, Matrix, Names, Stored, Table, Vector, composed, mapped
+from common.weights import ExpertMatrix, Fix, Layout, Matrix, Names, Stored, Table, Vector, composed, exchanged, mapped
 
 EXCEEDS_FLOAT16 = True
 
@@ -203,7 +203,7 @@ def _joined_experts(c: Config, tensor: Names) -> Table:
     whole = (E, c.hidden, 2 * F) if of_floats else (E, 2 * F, c.hidden)
 
     def half(first: int) -> Stored:
-        fix = composed(_swapped, _every_second(first)) if of_floats else _every_second(first)
+        fix = composed(exchanged, _every_second(first)) if of_floats else _every_second(first)
         shard = by_columns(both) if of_floats else by_expert_rows(both)
         return Stored((name + "gate_up_proj",), (E, F, c.hidden), fix, whole, shard)
 
@@ -213,7 +213,7 @@ def _joined_experts(c: Config, tensor: Names) -> Table:
 
     channels = c.ranks.segment(F)
     down = (
-        Stored((name + "down_proj",), (E, c.hidden, F), _swapped, (E, F, c.hidden), by_expert_rows(channels))
+        Stored((name + "down_proj",), (E, c.hidden, F), exchanged, (E, F, c.hidden), by_expert_rows(channels))
         if of_floats
         else Stored((name + "down_proj",), (E, c.hidden, F), shard=by_columns(channels))
     )
@@ -244,13 +244,6 @@ def _every_second(first: int) -> Callable[[Tensor], Tensor]:
         )
 
     return take
-
-
-def _swapped(tensor: Tensor) -> Tensor:
-    """Swap the last two axes of a stack of float matrices."""
-    E, rows, columns = tensor.shape
-    items = tensor.data.reshape(E, rows, columns, -1).swapaxes(1, 2)
-    return replace(tensor, shape=(E, columns, rows), data=np.ascontiguousarray(items).reshape(E, columns, -1))
 
 
 # -- the network -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from format_files import same_bits, tensor_of
 
 from common.errors import BimetalError
-from common.quants import BLOCKS, CHUNK, bits_per_weight, check_scales, dequantize, unpack_codes
+from common.quants import BLOCKS, CHUNK, as_blocks, bits_per_weight, block_type, check_scales, dequantize, unpack_codes
 from common.tensors import Tensor
 
 DATA = Path(__file__).parents[1] / "data"
@@ -213,3 +213,22 @@ def test_vectors_are_checked(dtype):
     assert not refused(vector(1000))
     assert all(refused(vector(value)) for value in (np.nan, np.inf, -np.inf))
     assert not refused(tensor_of(np.full((1, 2), np.nan, np.float32), "F32"))  # a matrix is too much to look through
+
+
+@pytest.mark.parametrize("case", mlx_golden(), ids=lambda case: "-".join(map(str, case)))
+def test_mlx_modes_as_blocks(case):
+    """Codes keep their values; scales and biases of affine groups are rounded to float16."""
+    parts = mlx_golden()[case]
+    tensor = mlx_tensor(*case, {key: np.stack([part, part[::-1]]) for key, part in parts.items()})
+    blocks = as_blocks(tensor)
+    if block_type(*case[:2]) is None:
+        assert blocks is tensor
+        return
+    assert (blocks.type, blocks.shape) == (block_type(*case[:2]), tensor.shape)
+    floats = {key: part for key, part in parts.items() if part.dtype == np.float32}
+    rounded = {key: part.astype(np.float16).astype(np.float32) for key, part in floats.items()}
+    expected = dequantize(mlx_tensor(*case, parts | rounded))
+    finite = np.isfinite(expected)  # MLX computes 2^127 of a group before it halves a value
+    assert finite.mean() > 0.9
+    for found, rows in zip(dequantize(blocks), (slice(None), slice(None, None, -1)), strict=True):
+        assert np.array_equal(found[finite[rows]], expected[rows][finite[rows]])

@@ -18,7 +18,7 @@ from common.checkpoint import open_checkpoint
 from common.config import Keys
 from common.errors import BimetalError
 from common.models import blocks, gpt_oss, load_model
-from common.quants import as_mxfp4_blocks, dequantize
+from common.quants import as_blocks, dequantize
 from common.reference import NumpyOps
 from common.storage import state_bytes
 from generate.__main__ import main
@@ -81,7 +81,7 @@ def test_published_experts(ops, published):
 def test_published_experts_are_gguf_blocks(published):
     """MXFP4 of a GGUF file: the same values in another order of halves."""
     for tensor in open_checkpoint(published[0]).tensors.values():
-        blocks = as_mxfp4_blocks(tensor)
+        blocks = as_blocks(tensor)
         assert (blocks.type == "MXFP4") == tensor.name.endswith(EXPERTS)
         np.testing.assert_array_equal(dequantize(blocks), dequantize(tensor))
 
@@ -209,7 +209,7 @@ def test_gguf_with_published_experts(ops, tmp_path, published):
     stored = dict(checkpoint.tensors)
     for name, tensor in open_checkpoint(published[0]).tensors.items():
         if name.endswith(EXPERTS):
-            layer, whole = name.split(".")[2], as_mxfp4_blocks(tensor)
+            layer, whole = name.split(".")[2], as_blocks(tensor)
             parts = (
                 {"down": whole}
                 if "down" in name
