@@ -21,6 +21,8 @@ ROWS = 1024  # most tokens of a step: the keys of all layers stay on the device 
 class _Tap:
     """The ops of a backend, whose attention also keeps keys and queries of layers that attend to all positions.
 
+    Layers with sink logits are not among them.
+
     sparse         those layers may leave out keys
     keys, queries  of each such layer, (rows, key heads, width) and (rows, heads, width), on the device
     scales         of their products
@@ -47,11 +49,11 @@ class _Tap:
         causal: bool = False,
         sink_logits: Any = None,
     ) -> Any:
-        if window is None:
+        if window is None and sink_logits is None:  # whose shares do not sum up to 1
             self.queries.append(self._ops.keep(q))
             self.keys.append(self._ops.keep(k))
             self.scales.append(scale)
-            if self.sparse and sink_logits is None:
+            if self.sparse:
                 return self._ops.block_sparse_attention(q, k, v, kv, step, scale)
         return self._ops.attention(q, k, v, kv, step, scale, window, causal, sink_logits)
 
