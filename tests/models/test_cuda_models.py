@@ -305,6 +305,9 @@ class Int8Numpy(NumpyOps):
         matrix = super().weight(*parts)
         return matrix.view(Quantized) if parts[0].type not in ("F32", "F16", "BF16") else matrix
 
+    def expert_weight(self, *parts):
+        return self.weight(*parts)
+
     def linear(self, x, w):
         return x @ np.asarray(w).T if not isinstance(w, Quantized) else quantized_rows(x) @ np.asarray(w).T
 
