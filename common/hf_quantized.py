@@ -7,14 +7,14 @@ activations are not reproduced: these programs round them to 8 bits for speed. A
 Layouts: modules of AutoGPTQ and AutoAWQ, https://github.com/vllm-project/compressed-tensors, FP8 as of DeepSeek-V3.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from common.errors import BimetalError, shown
-from common.quants import E4M3, dequantize, q8_0_blocks, unpack_codes
+from common.quants import E4M3, convert_rows, dequantize, q8_0_blocks, unpack_codes
 from common.tensors import Converted, Tensor
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
@@ -23,7 +23,6 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each code of a word, from the 
 BESIDE = (".g_idx", ".weight_shape", ".weight_g_idx")
 ROUNDING = (".input_scale", ".input_zero_point", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
 BLOCK = 128  # rows and columns of FP8 that share a scale, where blocks of a matrix do
-ROWS = 512  # rows that are converted at a time; a multiple of the codes in a word
 
 
 Make = Callable[[str, Mapping[str, Tensor]], Tensor]  # of a module's name and all tensors
@@ -252,12 +251,14 @@ def _fp8_blocks(weight: Tensor, scale: Tensor) -> np.ndarray:
     scales = _spread(scale, rows)
     size = BLOCK if -(-columns // BLOCK) == scales.shape[1] > 1 else columns // scales.shape[1]
     out = np.empty((rows, columns // 32 * 34), np.uint8)
-    for part in _slices(rows):
+
+    def convert(part: slice) -> None:
         codes = weight.data[part]
         if ((codes & 0x7F) == 0x7F).any():
             raise BimetalError(f"tensor {weight.name!r} is not finite")
-        values = E4M3[codes] * np.repeat(scales[part], size, axis=1)[:, :columns]
-        out[part] = q8_0_blocks(values)
+        out[part] = q8_0_blocks(E4M3[codes] * np.repeat(scales[part], size, axis=1)[:, :columns])
+
+    convert_rows(convert, rows, columns)
     return out
 
 
@@ -313,9 +314,10 @@ def _blocks(codes: Codes, size: int) -> np.ndarray:
     scales, count = codes.scales().astype(np.float16), codes.columns // 32
     minima = None if codes.zeros is None else (-scales.astype(np.float32) * codes.zeros()).astype(np.float16)
     repeats = count // scales.shape[1]
+    heads = [scales] if minima is None else [scales, minima]
     out = np.empty((codes.rows, count, size), np.uint8)
-    for part in _slices(codes.rows):
-        heads = [scales] if minima is None else [scales, minima]
+
+    def convert(part: slice) -> None:
         for i, head in enumerate(heads):
             spread = np.ascontiguousarray(np.repeat(head[part], repeats, axis=1))
             out[part, :, 2 * i : 2 * i + 2] = spread[..., None].view(np.uint8)
@@ -324,8 +326,6 @@ def _blocks(codes: Codes, size: int) -> np.ndarray:
             out[part, :, 2:] = blocks ^ 0x80  # as signed numbers
         else:
             out[part, :, 2 * len(heads) :] = blocks[..., :16] | blocks[..., 16:] << 4
+
+    convert_rows(convert, codes.rows, codes.columns)
     return out.reshape(codes.rows, -1)
-
-
-def _slices(rows: int) -> Iterator[slice]:
-    return (slice(at, min(at + ROWS, rows)) for at in range(0, rows, ROWS))

@@ -6,6 +6,7 @@ tensors (mlx.core.quantize of mlx 0.32).
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -74,6 +75,7 @@ PLAIN = {
     **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1"},
     **{"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "?"},
 }  # and BF16, which NumPy lacks
+CONVERTERS = 8  # threads that convert blocks: one takes a minute for gpt-oss-20b
 CHUNK = 1 << 17  # values decoded at a time, so that temporaries fit in the cache and are much smaller than the result
 
 
@@ -123,13 +125,13 @@ def as_blocks(tensor: Tensor) -> Tensor:
     blocks = np.empty((count, size // 32, BLOCKS[type_].bytes), np.uint8)
     codes, scales = (part.data.reshape(count, -1) for part in (tensor, tensor.scales))
     biases = None if tensor.biases is None else tensor.biases.data.reshape(count, -1)
-    step = max(1, CHUNK // size)
-    for at in range(0, count, step):
-        part = slice(at, at + step)
+
+    def convert(part: slice) -> None:
         out = blocks[part]
         if biases is None:
             out[..., 0] = scales[part]
         else:
+            assert tensor.scales is not None
             assert tensor.biases is not None
             heads = floats(scales[part], tensor.scales.type), floats(biases[part], tensor.biases.type)
             for i, head in enumerate(heads):
@@ -142,7 +144,16 @@ def as_blocks(tensor: Tensor) -> Tensor:
             out[..., 8:] = fives[..., :16] & 15 | (fives[..., 16:] & 15) << 4
         else:
             out[..., -16:] = _halves(codes[part]).reshape(*out.shape[:2], 16)
+
+    convert_rows(convert, count, size)
     return Tensor(tensor.name, type_, tensor.shape, blocks.reshape(*rows, -1))
+
+
+def convert_rows(convert: Callable[[slice], object], rows: int, columns: int) -> None:
+    """Call `convert` for slices of all rows of a matrix, in several threads; slices begin at multiples of 8."""
+    step = max(8, 8 * CHUNK // columns // 8 * 8)
+    with ThreadPoolExecutor(CONVERTERS) as pool:
+        list(pool.map(convert, (slice(at, min(at + step, rows)) for at in range(0, rows, step))))
 
 
 def _halves(codes: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from common.host import available_bytes, peak_resident_bytes
 from common.kv_cache import ALL_PAIRS
 from common.ops import CLAMPED_GAIN, L2_EPS, ExpertBiases, GateWeights, LatentWeights, Ops, Rope
 from common.quants import dequantize
-from common.reference_experts import NumpySlots
+from common.reference_experts import KEPT, NumpySlots, PackedExperts
 from common.reference_packed import NumpyPacked
 from common.reference_recurrent import NumpyConv, NumpyDelta, delta_rule
 from common.reference_rows import NumpyRows, NumpyWindow, VisibleRows, rows_held
@@ -75,6 +75,9 @@ class NumpyOps(Ops):
             dequantize(part, own)  # in place: new pages cost as much as decoding
         return held
 
+    def expert_weight(self, *parts: Tensor) -> Weight:
+        return PackedExperts(parts) if all(part.type in KEPT for part in parts) else self.weight(*parts)
+
     def vector(self, tensor: Tensor) -> Array:
         return dequantize(tensor)
 
@@ -95,6 +98,11 @@ class NumpyOps(Ops):
 
     def held_bytes(self, *parts: Tensor) -> int:
         return sum(4 * math.prod(part.shape) for part in parts)
+
+    def held_expert_bytes(self, *parts: Tensor) -> int:
+        if any(part.type not in KEPT for part in parts):
+            return self.held_bytes(*parts)
+        return sum(math.prod(part.shape) // 32 * 17 for part in parts)
 
     def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
         room = rows_held(tokens, rows)

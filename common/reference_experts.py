@@ -1,6 +1,7 @@
-"""Slots of experts in NumPy: bytes as the file stores them, decoded each time an expert is used."""
+"""Experts in NumPy as the file stores them, in slots or all in memory, decoded each time an expert is used."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,27 @@ import numpy as np
 from common.expert_forms import ExpertForm, filled
 from common.quants import dequantize
 from common.tensors import Tensor
+
+KEPT = ("MXFP4", "mxfp4")  # types of experts that stay packed in memory: gpt-oss-20b would take 84 GB in float32
+
+
+class PackedExperts:
+    """Experts (E, rows, columns) in stored types: `experts[i]` is (rows, columns) float32, like a resident matrix."""
+
+    def __init__(self, parts: Sequence[Tensor]):
+        self._parts = [replace(_copied(part), scales=part.scales and _copied(part.scales)) for part in parts]
+        self.nbytes = sum(part.nbytes for part in self._parts)
+
+    def __len__(self) -> int:
+        return self._parts[0].shape[0]
+
+    def __getitem__(self, expert: int) -> np.ndarray:
+        index = np.array([expert])
+        return np.concatenate([dequantize(part.take_rows(index))[0] for part in self._parts], axis=-2)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return replace(tensor, data=np.array(tensor.data))
 
 
 class NumpySlots:

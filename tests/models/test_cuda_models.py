@@ -117,9 +117,7 @@ def test_attention_scores(model, name, ids, monkeypatch):
         pytest.skip("latent attention has no keys per head")
     monkeypatch.setattr(model.ops, "prefill_rows", 20)
     if name in ("mistral", "phi3", "gptoss"):  # every layer has a window, or sink logits
-        with pytest.raises(
-            UsageError, match=f"{model.architecture} has no layers whose attention could score a prompt"
-        ):
+        with pytest.raises(UsageError, match="has no layers whose attention could score a prompt"):
             completed(attention_to(model, ids[:60], 4, 64))
         return
     expected = completed(attention_to(tiny.load(name, NumpyOps()), ids[:60], 4, 64))
@@ -306,6 +304,9 @@ class Int8Numpy(NumpyOps):
     def weight(self, *parts):
         matrix = super().weight(*parts)
         return matrix.view(Quantized) if parts[0].type not in ("F32", "F16", "BF16") else matrix
+
+    def expert_weight(self, *parts):
+        return self.weight(*parts)
 
     def linear(self, x, w):
         return x @ np.asarray(w).T if not isinstance(w, Quantized) else quantized_rows(x) @ np.asarray(w).T

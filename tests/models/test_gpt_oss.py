@@ -21,6 +21,7 @@ from common.models import blocks, gpt_oss, load_model
 from common.quants import as_blocks, dequantize
 from common.reference import NumpyOps
 from common.storage import state_bytes
+from common.weights import canonical
 from generate.__main__ import main
 
 FOLDER = tiny.FOLDER / "gptoss"
@@ -73,9 +74,14 @@ def test_published_experts(ops, published):
     assert errors.logit < LOGIT["gptoss"]
     assert errors.kl < KL
     assert tiny.golden_errors(packed, "gptoss").logit > 0.1
-    if ops.name == "mlx":
-        for layer in model.weights.layers:
-            assert {part.mode for part in (*layer.experts_gate_up, *layer.experts_down)} == {"mxfp4"}
+    stored = open_checkpoint(published[0])
+    experts = sum(tensor.nbytes for name, tensor in stored.tensors.items() if name.endswith(EXPERTS))
+    matrices = [m for layer in model.weights.layers for m in (layer.experts_gate_up, layer.experts_down)]
+    assert sum(map(ops.weight_bytes, matrices)) == experts
+    layers = zip(model.layout.layers, model.weights.layers, strict=True)
+    for table, layer in layers:
+        parts = [canonical(stored, part, unseen=True) for part in table["experts_gate_up"].parts]
+        assert ops.held_expert_bytes(*parts) == ops.weight_bytes(layer.experts_gate_up)
 
 
 def test_published_experts_are_gguf_blocks(published):
