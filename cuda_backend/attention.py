@@ -50,7 +50,7 @@ class Pieces(NamedTuple):
     most       largest number of positions of a sequence
     turn_back  columns of the output that are rotated back together, 0: none
     folded     whether the sums of a piece may include those of earlier pieces
-    logits     address of the sink logits, as in `Seen`
+    logits     as in `Seen`; kept until the sums are added up
     """
 
     most: int
@@ -67,7 +67,7 @@ class Pieces(NamedTuple):
     trunk: int
     turn_back: int = 0
     folded: bool = False
-    logits: int = 0
+    logits: Array | None = None
 
 
 class Seen(NamedTuple):
@@ -75,12 +75,17 @@ class Seen(NamedTuple):
 
     window  positions of the window; 0: all
     sinks   number of first positions that every row sees
-    logits  address of sink logits: one more score of each head, without a value; 0: none
+    logits  sink logits (H,): one more score of each head, without a value; None: none
     """
 
     window: int = 0
     sinks: int = 0
-    logits: int = 0
+    logits: Array | None = None
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """Return window, sinks and the address of the sink logits, as kernels take them."""
+        return self.window, self.sinks, self.logits.address if self.logits else 0
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -110,7 +115,7 @@ def attention(
     if window and kv.exact:
         raise BimetalError(f"a window of {window} over a compressed cache that keeps every position is not supported")
     q16 = context.arena.take(T * H * wide * 2)
-    seen = Seen(window or 0, kv.store.window[1], sink_logits.address if sink_logits else 0)
+    seen = Seen(window or 0, kv.store.window[1], sink_logits)
     keys, values = kv.keys, kv.values
     if step.prefill and kv.store.is_ring:  # rows of the step would overwrite each other in the ring
         keys, values = unrolled(kv, step, context.arena, context.stream)
@@ -360,7 +365,7 @@ def attend_long(
             step.positions.address,
             T,
             scale * LOG2_E,
-            *seen,
+            *seen.numbers,
             out.address,
             exact.record,
             *(sight or (0, 0)),
@@ -470,7 +475,7 @@ def combine(
             T,
             first,
             *cut,
-            logits,
+            logits.address if logits else 0,
             op,
             gate,
             out,
