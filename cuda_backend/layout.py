@@ -125,8 +125,13 @@ def single_defines(card: Card, type_: str) -> tuple[str, ...]:
 
 
 def parts_of(card: Card, ctas: int, matrices: int, row_blocks: int, k_blocks: int) -> int:
-    """Count the parts of k with which the matrices of one row fill `ctas` CTAs per multiprocessor in experts.cu."""
-    return max(1, min(k_blocks, ctas * card.sms // (matrices * row_blocks)))
+    """Count the parts of k with which the matrices of one row fill `ctas` CTAs per multiprocessor in experts.cu.
+
+    More CTAs than multiprocessors are divided in two if the busiest multiprocessor then has less to do.
+    """
+    whole = matrices * row_blocks
+    fewest = 2 if whole > card.sms and -(-2 * whole // card.sms) < 2 * -(-whole // card.sms) else 1
+    return min(k_blocks, max(fewest, ctas * card.sms // whole))
 
 
 def _stage(type_: str, cols: int) -> int:

@@ -135,13 +135,12 @@ static_assert(TILE_BYTES == EXPECTED_TILE_BYTES, "cuda_backend/layout.py has a t
 #define TABLE2 0x26190d01u  // 1 13 25 38
 #define TABLE3 0x71594535u  // 53 69 89 113
 #endif
-__device__ __forceinline__ u32 lookup(u32 codes) {  // four 4-bit codes, one per byte -> four int8
-    u32 select = codes & 0x07070707u;
-    select = (select | select >> 4) & 0x00ff00ffu;
-    select = (select | select >> 8) & 0xffffu;
-    u32 low = __byte_perm(TABLE0, TABLE1, select), high = __byte_perm(TABLE2, TABLE3, select);
-    u32 mask = ((codes >> 3) & 0x01010101u) * 0xffu;
-    return (low & ~mask) | (high & mask);
+// Eight 4-bit codes, two per byte -> four int8 of the low halves, four of the high halves.
+__device__ __forceinline__ void lookup(u32 codes, u32& low, u32& high) {
+    const u32 select = codes & 0x77777777u, merge = (codes & 0x88888888u) >> 1 | 0x32103210u;  // bit 3 chooses the second table
+    const u32 first = __byte_perm(__byte_perm(TABLE0, TABLE1, select), __byte_perm(TABLE2, TABLE3, select), merge);
+    const u32 last = __byte_perm(__byte_perm(TABLE0, TABLE1, select >> 16), __byte_perm(TABLE2, TABLE3, select >> 16), merge >> 16);
+    low = __byte_perm(first, last, 0x6420), high = __byte_perm(first, last, 0x7531);
 }
 #endif
 
@@ -178,8 +177,7 @@ __device__ __forceinline__ void unpack(const u8* codes, int j, u32 (&a)[4]) {
     a[3] = ((w.y >> 4) & 0x0f0f0f0fu) | ((h << 1) & 0x10101010u);
 #endif
 #elif defined(TABLE)
-    a[0] = lookup(w.x & 0x0f0f0f0fu), a[1] = lookup((w.x >> 4) & 0x0f0f0f0fu);
-    a[2] = lookup(w.y & 0x0f0f0f0fu), a[3] = lookup((w.y >> 4) & 0x0f0f0f0fu);
+    lookup(w.x, a[0], a[1]), lookup(w.y, a[2], a[3]);
 #elif SHIFT
     a[0] = (w.x << 4) & 0xf0f0f0f0u, a[1] = w.x & 0xf0f0f0f0u;
     a[2] = (w.y << 4) & 0xf0f0f0f0u, a[3] = w.y & 0xf0f0f0f0u;
