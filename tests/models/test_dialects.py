@@ -117,7 +117,7 @@ def of_qwen3_vl(c: Checkpoint) -> Checkpoint:
     c = with_stacked_experts(c)
     stacks = {key: mapped(t, lambda w: w.swapaxes(1, 2)) for key, t in c.tensors.items() if ".mlp.experts." in key}
     extra = "model.visual.patch_embed.proj.weight"
-    rope = c.config["rope_parameters"] | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    rope = c.config["rope_parameters"] | {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
     text = {key: value for key, value in c.config.items() if key != "norm_topk_prob"}  # which transformers leaves out
     outer = {"model_type": kind, "text_config": text | {"model_type": f"{kind}_text", "rope_parameters": rope}}
     c = renamed(replace(c, tensors=c.tensors | stacks), lambda key: key.replace("model.", "model.language_model.", 1))
@@ -299,7 +299,7 @@ def of_qwen3vl(c: Checkpoint) -> Checkpoint:
     old = c.config["general.architecture"] + "."
     new = old.replace("qwen3", "qwen3vl")
     config = {key.replace(old, new, 1) if key.startswith(old) else key: value for key, value in c.config.items()}
-    more = {"general.architecture": new[:-1], f"{new}rope.dimension_sections": [4, 2, 2, 0]}
+    more = {"general.architecture": new[:-1], f"{new}rope.dimension_sections": [3, 3, 2, 0]}
     return replace(c, config=config | more | {f"{new}n_deepstack_layers": 3})
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny
 from gguf_files import write_gguf
+from oracles import llama_cpp_logits
 
 from common.checkpoint import open_checkpoint
 from common.errors import BimetalError
@@ -107,3 +108,15 @@ def test_a_gguf_file_of_ours_has_the_factors_of_both(tmp_path):
     for name in ("long", "short"):
         data = written.tensors[f"rope_factors_{name}.weight"].data.view(np.float32).ravel()
         assert data == pytest.approx(folder[f"{name}_factor"])
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["phi3", "phi4mini"])
+def test_llama_cpp(name, tmp_path):
+    """With the long factors, as its context is longer than the first training. It has no windows of Phi's files."""
+    path = write_gguf(tiny.FOLDER / name, tmp_path / "m.gguf")
+    ids = tiny.golden(name)["ids"][: 24 if name == "phi3" else 512].astype(np.int32)
+    errors = tiny.errors(tiny.logits_of(load_model(path, NumpyOps()), ids), llama_cpp_logits(path, ids))
+    assert errors.logit < 2e-3
+    assert errors.top1 == 1
+    assert errors.kl < 1e-7

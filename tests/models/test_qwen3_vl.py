@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import tiny
+from oracles import llama_cpp_logits
 from safetensors.numpy import load_file, save_file
 from test_dialects import of_qwen3_vl
 
@@ -19,12 +20,21 @@ TEXT = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96},
     **{"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6},
     "rope_parameters": {
-        **{"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+        **{"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2], "mrope_interleaved": True}
     },
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 VISION |= {"deepstack_visual_indexes": [0], "patch_size": 4, "num_position_embeddings": 16}
+
+
+def written(folder, checkpoint):
+    """The checkpoint as a folder, in float32."""
+    folder.mkdir()
+    tensors = {key: dequantize(tensor) for key, tensor in checkpoint.tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(checkpoint.config))
+    return folder
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3moe"])
@@ -34,22 +44,37 @@ def test_quantize(name, out, tmp_path):
     flags = ["--type", "Q8_0"] if out == "m.gguf" else ["--bits", "8", "--group-size", "32"]
     found = []
     for kind, checkpoint in (("vl", of_qwen3_vl(tiny.checkpoint(name))), ("text", tiny.checkpoint(name))):
-        (tmp_path / kind).mkdir()
-        tensors = {key: dequantize(tensor) for key, tensor in checkpoint.tensors.items()}
-        save_file(tensors, tmp_path / kind / "model.safetensors")
-        (tmp_path / kind / "config.json").write_text(json.dumps(checkpoint.config))
-        assert main(["quantize", str(tmp_path / kind), str(tmp_path / f"{kind} {out}"), *flags]) == 0
+        assert (
+            main(["quantize", str(written(tmp_path / kind, checkpoint)), str(tmp_path / f"{kind} {out}"), *flags]) == 0
+        )
         found.append(open_checkpoint(tmp_path / f"{kind} {out}"))
     logits = [tiny.logits_of(load_model(each, NumpyOps()), IDS) for each in found]
     assert np.abs(logits[0] - logits[1]).max() < 1e-5
-    written, prefix = found[0], found[0].config.get("general.architecture")
+    made, prefix = found[0], found[0].config.get("general.architecture")
     if out == "mlx":
-        assert "vision_tower.patch_embed.proj.weight" in written.tensors
-        assert not any("mlp.experts." in key for key in written.tensors)
-        assert all(key.startswith(("language_model.", "vision_tower.")) for key in written.tensors)
+        assert "vision_tower.patch_embed.proj.weight" in made.tensors
+        assert not any("mlp.experts." in key for key in made.tensors)
+        assert all(key.startswith(("language_model.", "vision_tower.")) for key in made.tensors)
     else:
         assert prefix == {"qwen3": "qwen3vl", "qwen3moe": "qwen3vlmoe"}[name]
-        assert list(written.config[f"{prefix}.rope.dimension_sections"]) == [4, 2, 2, 0]
+        assert list(made.config[f"{prefix}.rope.dimension_sections"]) == [3, 3, 2, 0]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["qwen3", "qwen3moe"])
+def test_llama_cpp(name, tmp_path):
+    """llama.cpp reads the file that `quantize` writes, with its rope over three axes, as we do.
+
+    It turns pairs of none of the sections by a fourth position of 0, where transformers turns them by time. Of released
+    sections, (24, 20, 20), these are pairs 61 and 62, which turn by less than 1e-6 a position.
+    """
+    path = tmp_path / "m.gguf"
+    folder = written(tmp_path / "in", of_qwen3_vl(tiny.checkpoint(name)))
+    assert main(["quantize", str(folder), str(path), "--type", "F32"]) == 0
+    errors = tiny.errors(tiny.logits_of(load_model(path, NumpyOps()), IDS), llama_cpp_logits(path, IDS))
+    assert errors.logit < 2e-3
+    assert errors.top1 == 1
+    assert errors.kl < 1e-7
 
 
 @pytest.fixture(params=["qwen3_vl", "qwen3_vl_moe"])
