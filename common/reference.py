@@ -85,6 +85,8 @@ class NumpyOps(Ops):
         return weight.nbytes
 
     def holds(self, stored_type: str) -> str:
+        if stored_type in KEPT:
+            return "experts as stored, others expanded to float32"
         return "as stored" if stored_type == "F32" else "expanded to float32"
 
     def expert_bytes(self, form: ExpertForm) -> int:

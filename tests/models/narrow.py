@@ -16,6 +16,10 @@ WIDE: dict[str, dict[str, Any]] = {
         **{"expert_used_count": 4, "expert_feed_forward_length": 256, "expert_shared_feed_forward_length": 256},
         **{"attention.sliding_window": 32},
     },
+    "gpt-oss-20b": {  # whose widths are no multiples of 256
+        **{"embedding_length": 576, "attention.head_count": 16, "attention.head_count_kv": 2, "expert_count": 16},
+        **{"expert_used_count": 4, "expert_feed_forward_length": 320, "attention.sliding_window": 32},
+    },
     "glm-4.7-flash": {
         **{"attention.head_count": 4, "attention.q_lora_rank": 256, "expert_count": 16},
         **{"expert_used_count": 4, "expert_feed_forward_length": 256},

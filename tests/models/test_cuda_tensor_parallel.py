@@ -323,7 +323,10 @@ def test_real_widths(name, monkeypatch):
         assert np.isfinite(outs[0]).all()
         assert all(np.array_equal(out, outs[0]) for out in outs[1:])
         launches = np.diff(counts)
-        assert n > 1 or launches[1] == launches[2] <= launches[0] - 2 * len(model.weights.layers)  # on two GPUs
+        saved = (
+            0 if name == "gpt-oss-20b" else 2 * len(model.weights.layers)
+        )  # on two GPUs; rows of 128 k columns alone
+        assert n > 1 or launches[1] == launches[2] <= launches[0] - saved
         state.commit(range(n))
 
 

@@ -136,7 +136,9 @@ def attention_builds(card: Card) -> list[Build]:
         if gated == w
     ]
     builds += [
-        ("pieces", (*form, f"GATED={gated}", "WINDOWED=0", "FOLDED=1")) for form, (gated, w), _ in kinds if not w
+        ("pieces", (*form, f"GATED={gated}", "WINDOWED=0", "FOLDED=1"))
+        for form, (gated, w), only in kinds
+        if not (w or only)
     ]
     for biased in ((), ("BIASED=1",)):
         builds += [("to_cache", (f"D={d}", f"ALONE={one}", *biased)) for d in (128, 256) for one in (0, 1)]
