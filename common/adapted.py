@@ -1,15 +1,18 @@
 """The weights of a model with LoRA adapters: a product W x becomes W x + up (down x), and W stays as it is stored."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from common.adapters import Adapter, Change, Place
+from common.checkpoint import Checkpoint
 from common.errors import BimetalError, shown
 from common.ops import Array, Ops, Weight
+from common.quantize import FLOAT_TYPES, float_bytes
 from common.quants import dequantize, q8_0_blocks
-from common.tensors import Tensor
+from common.tensors import Converted, Tensor
 from common.weights import ExpertMatrix, Layout, Matrix, Reordering, Stored, Table, dense
 
 MOST_RANK = 4096
@@ -120,6 +123,41 @@ def adapter_of(layout: Layout, adapters: Sequence[Adapter], ops: Ops) -> Callabl
         return Adapted(base, down, up)
 
     return adapt
+
+
+def merged(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
+    """Return the checkpoint with its adapters added to its weights, each when its bytes are read.
+
+    A weight keeps its float type; a quantized one becomes F32. Raises BimetalError for adapters that name weights in
+    another dialect than the checkpoint, whose rows may have another order.
+    """
+    dialect = "gguf" if checkpoint.format == "gguf" else "hf"
+    changes_of(layout, checkpoint.adapters)  # refuses what does not fit
+    tensors = dict(checkpoint.tensors)
+    for adapter in checkpoint.adapters:
+        if adapter.dialect != dialect:
+            kinds = {"gguf": "a GGUF file", "hf": "a Hugging Face or MLX folder"}
+            raise BimetalError(
+                f"adapter {adapter.path} is {kinds[adapter.dialect]} and {checkpoint.path} is {kinds[dialect]}; "
+                "only adapters and models of one kind can be merged"
+            )
+        for layer, table in enumerate(layout.layers):
+            parts = [part for entry in table.values() if isinstance(entry, Matrix) for part in entry.parts]
+            for name, part in {part.names[0]: part for part in parts if dialect in part.aliases}.items():
+                if change := adapter.changes.get((layer, part.aliases[dialect][0])):
+                    tensors[name] = _changed(tensors[name], change)
+    return replace(checkpoint, tensors=tensors)
+
+
+def _changed(tensor: Tensor, change: Change) -> Tensor:
+    type_ = tensor.type if tensor.type in FLOAT_TYPES else "F32"
+
+    def convert() -> np.ndarray:
+        values = dequantize(tensor) + (change.up @ change.down).reshape(tensor.shape)
+        return float_bytes(values, type_)
+
+    row_bytes = tensor.shape[-1] * (4 if type_ == "F32" else 2)
+    return Converted(tensor.name, type_, tensor.shape, row_bytes, (tensor,), convert)
 
 
 def factors_of(change: Change, type_: str) -> tuple[Tensor, Tensor]:

@@ -45,11 +45,21 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's changes, by the places of the weights in `dialect`, "hf" or "gguf": weights.Names."""
+    """An adapter's changes, by the places of the weights in `dialect`, "hf" or "gguf": weights.Names.
+
+    scale  factor that the changes have been multiplied by
+    """
 
     path: Path
     dialect: str
     changes: Mapping[Place, Change]
+    scale: float
+
+    @property
+    def files(self) -> list[Path]:
+        """List the files that hold the adapter."""
+        folder = self.path / CONFIG, self.path / PEFT, self.path / MLX_LM
+        return [self.path] if self.path.is_file() else [file for file in folder if file.is_file()]
 
 
 def open_adapter(path: Path, scale: float = 1.0) -> Adapter:
@@ -87,7 +97,7 @@ def _open_peft(folder: Path, keys: Keys, scale: float) -> Adapter:
             raise BimetalError(f"{folder / PEFT}: {module} has rank {len(down)}; {CONFIG} says {expected:g}")
         factor = numerator / (expected**0.5 if is_rooted else expected)
         changes[_place_of(name + ".weight")] = Change(down, up * np.float32(scale * factor))
-    return Adapter(folder, "hf", changes)
+    return Adapter(folder, "hf", changes, scale)
 
 
 def _pattern(keys: Keys, key: str) -> Mapping[str, float]:
@@ -113,7 +123,7 @@ def _open_mlx(folder: Path, keys: Keys, scale: float) -> Adapter:
     for module, (down, up) in _pairs(folder / MLX_LM, ".lora_a", ".lora_b"):
         up = np.ascontiguousarray(up.T) * np.float32(scale * factor)
         changes[_place_of(module + ".weight")] = Change(np.ascontiguousarray(down.T), up)
-    return Adapter(folder, "hf", changes)
+    return Adapter(folder, "hf", changes, scale)
 
 
 def _open_gguf(path: Path, scale: float) -> Adapter:
@@ -131,7 +141,7 @@ def _open_gguf(path: Path, scale: float) -> Adapter:
         match = GGUF_LAYER.fullmatch(name)
         place = (int(match[1]), match[2]) if match else (None, name)
         changes[place] = Change(down, up * np.float32(scale * factor))
-    return Adapter(path, "gguf", changes)
+    return Adapter(path, "gguf", changes, scale)
 
 
 def _pairs(path: Path, down: str, up: str) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:

@@ -19,6 +19,7 @@ from common.errors import BimetalError
 from common.gguf_keys import QUANTIZATION_VERSION, Key, Kind, gguf_keys, stand_in
 from common.outputs import Output, check_space, encoded_chunks, output_of, parts_of
 from common.quantize import FLOAT_TYPES, Format, float_type
+from common.quants import BLOCKS
 from common.recipe import Choice, Weight, choice_of
 from common.tensors import Tensor
 from common.weights import Fix, Layout, Matrix, Stored, canonical, dense
@@ -85,10 +86,17 @@ def converted(
                 if not isinstance(entry, Matrix):
                     outputs.append(Output(target.names[0], "", shape, type_, Format("F32"), load))
                     continue
-                weight = weights[source.names[0]]
+                weight, stored = weights[source.names[0]], checkpoint.tensors[source.names[0]].type
                 choice, experts = choice_of(weight, choices), _experts(checkpoint, source, target, i % whole, whole)
                 if choice.format is not None and shape[-1] % choice.format.unit:  # a part of a tensor, transposed
                     choice = Choice(None, f"rows of {shape[-1]} are no multiple of {choice.format.unit}")
+                if (
+                    choice.format is None and stored in BLOCKS and stored not in FLOAT_TYPES
+                ):  # of another program's folder
+                    outputs.append(
+                        Output(target.names[0], weight.kind, shape, stored, None, load, choice.reason, experts)
+                    )
+                    continue
                 plain = Format("F32") if weight.kind == "router" else Format(type_ if type_ in FLOAT_TYPES else "F32")
                 format = choice.format or plain
                 outputs.append(Output(target.names[0], weight.kind, shape, type_, format, load, choice.reason, experts))

@@ -21,7 +21,7 @@ from common.quantize import FLOAT_TYPES, Format, float_type, scale_type
 from common.quants import dequantize
 from common.recipe import Choice, Weight, choice_of
 from common.safetensors import MODES
-from common.tensors import Tensor
+from common.tensors import Converted, Tensor
 from common.wedlm_calibration import NAME as CALIBRATION
 from common.weights import Layout, Stored, canonical, dense, exchanged
 
@@ -40,6 +40,13 @@ def folder_outputs(
     checkpoint: Checkpoint, layout: Layout, weights: dict[str, Weight], choices: dict[str, Choice]
 ) -> list[Output]:
     """List every tensor of a safetensors checkpoint as the folder will store it, in the order of the files."""
+    for name in weights:
+        stored = checkpoint.tensors[name]
+        if isinstance(stored, Converted) and stored.type not in FLOAT_TYPES and choices[name].format is None:
+            raise BimetalError(
+                f"tensor {name!r} is read as {stored.type}, which an MLX folder cannot store; give --requantize, or "
+                "write a .gguf file"
+            )
     outputs, split, apart = [], _split(layout), _apart(layout)
     for name, tensor in checkpoint.tensors.items():
         new_name = _mlx_name(checkpoint, name)

@@ -6,6 +6,7 @@ loads a part of a model, and the same command resumes a stopped run.
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from common.checkpoint import UNFINISHED, Checkpoint, files_of
 from common.errors import BimetalError, UsageError
 from common.files import rewrite
 from common.quantize import Encoded, Format, encode_rows, encoded_bytes, float_chunks, float_type
+from common.quants import BLOCKS
 from common.safetensors import read_json
 from common.tensors import Tensor, release
 
@@ -71,9 +73,12 @@ def parts_of(output: Output) -> tuple[int, int, int]:
     """Compute the bytes of the output's data, scales and biases."""
     if output.format is not None:
         return encoded_bytes(output.shape, output.type, output.format)
+    if output.type in BLOCKS:  # known without reading the tensor
+        block = BLOCKS[output.type]
+        return math.prod(output.shape) // block.elements * block.bytes, 0, 0
     tensor, count = output.load(), len(output.stack) or 1
-    data, scales, biases = (0 if part is None else part.data.nbytes for part in (tensor, tensor.scales, tensor.biases))
-    return count * data, count * scales, count * biases
+    scales, biases = (0 if part is None else part.data.nbytes for part in (tensor.scales, tensor.biases))
+    return count * (tensor.nbytes - scales - biases), count * scales, count * biases
 
 
 # -- the working folder ------------------------------------------------------------------------------------------------
@@ -128,7 +133,9 @@ def _fingerprint(source: Checkpoint) -> list[Any]:
     """Hash names, sizes and times of a source's files, to detect a change."""
     path = source.path
     files = files_of(path) if path.is_file() else [*sorted(path.glob("*.safetensors")), path / "config.json"]
-    return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    files = [*files, *(file for adapter in source.adapters for file in adapter.files)]
+    scales = [adapter.scale for adapter in source.adapters]
+    return [*([str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files), *scales]
 
 
 def _digest(outputs: Sequence[Output]) -> str:

@@ -114,7 +114,7 @@ def encode_rows(data: np.ndarray, type_: str, format: Format, name: str) -> Enco
     groups = values.reshape(-1, format.group_size)
     if format.type == "affine":
         codes, scales, biases = _affine(groups, format.bits)
-        parts = [_stored(part.reshape(len(data), -1), stored) for part in (scales, biases)]
+        parts = [float_bytes(part.reshape(len(data), -1), stored) for part in (scales, biases)]
         return Encoded(pack_codes(codes.reshape(len(data), -1), format.bits), *parts)
     codes, exponents = _fp4(groups, format.type, stored)
     return Encoded(pack_codes(codes.reshape(len(data), -1), 4), exponents.reshape(len(data), -1))
@@ -211,7 +211,7 @@ def _scale_bytes(stored: str) -> int:
     return 4 if scale_type(stored) == "F32" else 2
 
 
-def _stored(values: np.ndarray, type_: str) -> np.ndarray:
+def float_bytes(values: np.ndarray, type_: str) -> np.ndarray:
     """Convert float32 (rows, n) to bytes of `type_`, uint8 (rows, ...)."""
     kinds = {"F32": lambda v: v, "F16": lambda v: v.astype(np.float16), "BF16": _bf16}
     return np.ascontiguousarray(kinds[type_](values)).view(np.uint8)
@@ -239,7 +239,7 @@ def _gguf_rows(values: np.ndarray, type_: str, name: str) -> np.ndarray:
     """Encode float32 (rows, n) as blocks of a GGUF type, uint8 (rows, bytes)."""
     if type_ in FLOAT_TYPES:
         with np.errstate(over="ignore"):
-            data = _stored(values, type_)
+            data = float_bytes(values, type_)
         if type_ != "F32" and not np.isfinite(floats(data, type_)).all():
             raise BimetalError(f"tensor {name!r} has a value of {np.abs(values).max():g}, beyond the range of {type_}")
         return data

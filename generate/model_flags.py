@@ -148,6 +148,7 @@ def quantize(p: Parser) -> None:
         metavar="BYTES",
         help="for an MLX folder: largest file (default: 5000000000)",
     )
+    flags.adapters(p)
     s = p.add_argument_group("sensitivity: quantize one kind of matrix at a time, in memory, and write nothing")
     s.add_argument("--sensitivity", action="store_true", help="print the loss (KL divergence) by kind of matrix")
     s.add_argument("--text", type=values.source, metavar="FILE", help="the text to measure it on, UTF-8; - is stdin")

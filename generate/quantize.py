@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from common.adapted import merged
 from common.checkpoint import open_checkpoint
 from common.errors import BimetalError, UsageError
 from common.files import naming
@@ -24,6 +25,7 @@ from common.recipe import (
     with_rules,
 )
 from common.weights import account
+from generate.loading import with_adapters
 from generate.quantize_job import Job
 
 ONLY_GGUF, ONLY_MLX = ("type",), ("bits", "group_size", "mode", "shard_size")
@@ -37,11 +39,12 @@ def run(args: argparse.Namespace) -> int:
     out = None if args.out is None else Path(args.out)
     if out is not None:
         check_place(out, path)
-    checkpoint = open_checkpoint(path)
+    checkpoint = with_adapters(open_checkpoint(path), args.adapter, True)
     refuse_block(checkpoint)
     family, definition = architecture(checkpoint)
     layout = definition.layout(definition.read_config(checkpoint), checkpoint)
     account(checkpoint, layout)
+    checkpoint = merged(checkpoint, layout)
     weights = find_weights(checkpoint, layout)
     check_rules(rules, weights)
     recipe = with_rules(RECIPES[args.recipe](format), rules)

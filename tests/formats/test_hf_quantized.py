@@ -16,6 +16,7 @@ from common.quants import BLOCKS, dequantize
 from common.reference import NumpyOps
 from common.safetensors import fold_quantized
 from common.tensors import Tensor, release
+from generate.__main__ import main
 
 with np.load(Path(__file__).parents[1] / "data" / "hf_quantized.npz") as file:
     FOUND = dict(file)
@@ -92,15 +93,8 @@ def awq(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray) -> dict[str, n
     return {"qweight": packed(codes.T), "qzeros": packed(zeros.T), "scales": scales.T.astype(np.float16)}
 
 
-@pytest.mark.parametrize("backend", ["numpy", "mlx"])
-def test_model(backend, tmp_path):
-    """A model whose matrices are AWQ has the logits of the same values in float32."""
-    ops = NumpyOps()
-    if backend == "mlx":
-        mx = pytest.importorskip("mlx.core")
-        from mlx_backend.ops import MlxOps
-
-        ops = MlxOps(mx.float32)
+def awq_model(folder: Path) -> tuple[Path, Path]:
+    """A folder whose matrices are AWQ, and one with the same values in float32."""
     source, random = tiny.checkpoint("qwen3"), np.random.default_rng(0)
     quantized, plain = {}, {}
     for name, tensor in source.tensors.items():
@@ -114,24 +108,60 @@ def test_model(backend, tmp_path):
             del quantized[name]
             plain[name] = ((codes - np.repeat(zeros, 32, 1)) * np.repeat(scales, 32, 1)).astype(np.float32)
     assert sum(name.endswith("qweight") for name in quantized) >= 8
-    logits = []
-    for folder, tensors in (("quantized", quantized), ("plain", plain)):
-        write(tmp_path / folder, source.config | (AWQ if folder == "quantized" else {}), tensors)
-        logits.append(
-            tiny.logits_of(load_model(open_checkpoint(tmp_path / folder), ops), tiny.golden("qwen3")["ids"][:40])
-        )
-    assert np.abs(logits[0] - logits[1]).max() < 1e-4
+    return write(folder / "quantized", source.config | AWQ, quantized), write(folder / "plain", source.config, plain)
+
+
+def logits_of(path: Path, ops: NumpyOps) -> np.ndarray:
+    return tiny.logits_of(load_model(open_checkpoint(path), ops), tiny.golden("qwen3")["ids"][:40])
+
+
+@pytest.mark.parametrize("backend", ["numpy", "mlx"])
+def test_model(backend, tmp_path):
+    ops = NumpyOps()
+    if backend == "mlx":
+        mx = pytest.importorskip("mlx.core")
+        from mlx_backend.ops import MlxOps
+
+        ops = MlxOps(mx.float32)
+    quantized, plain = awq_model(tmp_path)
+    assert np.abs(logits_of(quantized, ops) - logits_of(plain, ops)).max() < 1e-4
+
+
+@pytest.mark.gpu
+def test_model_on_cuda(tmp_path):
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cuda_backend.ops import CudaOps
+
+    quantized, plain = awq_model(tmp_path)
+    model = load_model(open_checkpoint(quantized), CudaOps())
+    assert "Q4_1" in {segment.type for segment in model.weights.layers[0].qkv.segments}
+    found = tiny.logits_of(model, tiny.golden("qwen3")["ids"][:40])
+    assert tiny.errors(found, logits_of(plain, NumpyOps())).kl < 1e-3  # activations are rounded to 8 bits
+
+
+def test_written_as_gguf(tmp_path, capsys):
+    """A GGUF file keeps the blocks, without a second rounding; an MLX folder cannot."""
+    quantized, _ = awq_model(tmp_path)
+    assert main(["quantize", str(quantized), str(tmp_path / "model.gguf"), "--layers", "*=keep"]) == 0
+    types = {name: tensor.type for name, tensor in open_checkpoint(tmp_path / "model.gguf").tensors.items()}
+    assert types["blk.0.attn_q.weight"] == "Q4_1"
+    found = logits_of(tmp_path / "model.gguf", NumpyOps())
+    assert np.array_equal(found, logits_of(quantized, NumpyOps()))
+    capsys.readouterr()
+    assert main(["quantize", str(quantized), str(tmp_path / "folder"), "--layers", "*=keep"]) == 1
+    assert "is read as Q4_1, which an MLX folder cannot store; give --requantize, or" in capsys.readouterr().err
 
 
 AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}}
 
 
-def write(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> None:
+def write(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
     from safetensors.numpy import save_file
 
     folder.mkdir()
     save_file({name: np.ascontiguousarray(values) for name, values in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------

@@ -12,17 +12,22 @@ import oracles
 import pytest
 import ranks
 import tiny
+from folders import write_folder
 from gguf_files import write_gguf
 from safetensors.numpy import load_file, save_file
 
 import generate
+from common.adapted import merged
 from common.adapters import open_adapter
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.demo import demo_path
 from common.errors import BimetalError
 from common.fit import predict_weights
 from common.models import architecture, load_model
+from common.quants import dequantize
 from common.reference import NumpyOps
+from common.weights import dense
+from generate.__main__ import main
 from generate.prefixes import identity
 
 FOLDER = Path(__file__).parents[1] / "data" / "adapters"
@@ -254,6 +259,63 @@ def test_predicted_bytes():
     more = predict_weights(checkpoint, layout, ops) - predict_weights(tiny.checkpoint("llama"), layout, ops)
     model, plain = load_model(checkpoint, ops), load_model(tiny.checkpoint("llama"), ops)
     assert more == model.step_bytes - plain.step_bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_merged_folder(name, tmp_path):
+    """Weights in F32, since merged ones of BF16 are rounded."""
+    source = tiny.checkpoint(name)
+    tensors = {key: dense(key, dequantize(tensor)) for key, tensor in source.tensors.items()}
+    checkpoint = adapted(replace(source, tensors=tensors), FOLDER / name)
+    found = merged(checkpoint, load_model(source, NumpyOps()).layout)
+    assert found.adapters == checkpoint.adapters
+    compare(replace(found, adapters=()), name)
+
+
+@pytest.mark.parametrize(("name", "out"), [(name, out) for name in NAMES for out in ("folder", "model.gguf")])
+def test_quantize_merges(name, out, tmp_path):
+    """A folder in F32 with an adapter becomes a model whose logits are those of both."""
+    source = tiny.checkpoint(name)
+    tensors = {key: dequantize(tensor) for key, tensor in source.tensors.items()}
+    model = write_folder(tmp_path / "model", source.config, tensors)
+    words = ["quantize", str(model), str(tmp_path / out), "--adapter", str(FOLDER / name)]
+    assert main([*words, *(["--type", "F32"] if out.endswith("gguf") else ["--layers", "*=keep"])]) == 0
+    compare(open_checkpoint(tmp_path / out), name)
+
+
+def test_a_quantized_model_is_merged(tmp_path):
+    """Of a GGUF file in Q8_0 the changed matrix is stored in F32."""
+    writer = gguf.GGUFWriter(tmp_path / "adapter.gguf", "qwen35")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 4.0)
+    rows, columns = open_checkpoint(demo_path()).tensors["blk.0.ffn_down.weight"].shape
+    random = np.random.default_rng(0)
+    for half, shape in (("a", (4, columns)), ("b", (rows, 4))):
+        writer.add_tensor(f"blk.0.ffn_down.weight.lora_{half}", random.normal(size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    words = ["quantize", str(demo_path()), str(tmp_path / "merged.gguf"), "--adapter", str(tmp_path / "adapter.gguf")]
+    assert main([*words, "--layers", "*=keep"]) == 0
+    types = {key: tensor.type for key, tensor in open_checkpoint(tmp_path / "merged.gguf").tensors.items()}
+    assert types["blk.0.ffn_down.weight"] == "F32"
+    assert types["blk.1.ffn_down.weight"] == "Q8_0"
+    checkpoint = adapted(open_checkpoint(demo_path()), tmp_path / "adapter.gguf")
+    ids = np.arange(1, 33)
+    found, expected = (
+        tiny.logits_of(load_model(each, NumpyOps()), ids)
+        for each in (open_checkpoint(tmp_path / "merged.gguf"), checkpoint)
+    )
+    assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
+
+
+def test_only_one_kind_is_merged(tmp_path):
+    adapter = as_gguf("llama", tmp_path / "adapter.gguf")
+    checkpoint = adapted(tiny.checkpoint("llama"), adapter)
+    with pytest.raises(BimetalError, match="only adapters and models of one kind can be merged"):
+        merged(checkpoint, load_model(tiny.checkpoint("llama"), NumpyOps()).layout)
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
