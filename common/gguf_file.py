@@ -90,9 +90,7 @@ def converted(
                 choice, experts = choice_of(weight, choices), _experts(checkpoint, source, target, i % whole, whole)
                 if choice.format is not None and shape[-1] % choice.format.unit:  # a part of a tensor, transposed
                     choice = Choice(None, f"rows of {shape[-1]} are no multiple of {choice.format.unit}")
-                if (
-                    choice.format is None and stored in BLOCKS and stored not in FLOAT_TYPES
-                ):  # of another program's folder
+                if choice.format is None and stored in BLOCKS and stored not in FLOAT_TYPES:  # GPTQ, AWQ, ...
                     outputs.append(
                         Output(target.names[0], weight.kind, shape, stored, None, load, choice.reason, experts)
                     )

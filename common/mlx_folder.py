@@ -41,10 +41,10 @@ def folder_outputs(
 ) -> list[Output]:
     """List every tensor of a safetensors checkpoint as the folder will store it, in the order of the files."""
     for name in weights:
-        stored = checkpoint.tensors[name]
-        if isinstance(stored, Converted) and stored.type not in FLOAT_TYPES and choices[name].format is None:
+        converted = checkpoint.tensors[name]
+        if isinstance(converted, Converted) and converted.type not in FLOAT_TYPES and choices[name].format is None:
             raise BimetalError(
-                f"tensor {name!r} is read as {stored.type}, which an MLX folder cannot store; give --requantize, or "
+                f"tensor {name!r} is read as {converted.type}, which an MLX folder cannot store; give --requantize, or "
                 "write a .gguf file"
             )
     outputs, split, apart = [], _split(layout), _apart(layout)
