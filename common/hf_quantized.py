@@ -67,7 +67,7 @@ def fold_other(tensors: Mapping[str, Tensor], table: Mapping[str, Any]) -> dict[
     if method == "awq" and str(table.get("version", "gemm")).lower() != "gemm":
         raise BimetalError(f"config.json says version {shown(table.get('version'))} of AWQ; supported is gemm")
     makers: dict[str, Make] = {"gptq": partial(_gptq, table), "awq": _awq}
-    make = makers.get(str(method), _compressed)
+    make = makers.get(str(method), partial(_compressed, table))
     folded: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
@@ -125,13 +125,12 @@ def _gptq(table: Mapping[str, Any], module: str, tensors: Mapping[str, Tensor]) 
     columns = words * 32 // bits if bits in (4, 8) else 0
     if not columns or width != rows or stored_zeros.shape != (groups, rows * bits // 32):
         raise _unfit(module, packed, scales)
-    order = tensors.get(f"{module}.g_idx")
-    if order is not None and not _in_order(order, columns, groups):
-        raise BimetalError(f"tensor {order.name!r} reorders columns (desc_act); supported are groups in order")
+    check_order = _order_check(tensors.get(f"{module}.g_idx"), columns, groups)
     offset = 0 if table.get("checkpoint_format") == "gptq_v2" else 1
     per_word = 32 // bits
 
     def read(part: slice) -> np.ndarray:
+        check_order(part)
         own = _words(packed)[:, part]
         codes = np.empty((words, per_word, own.shape[1]), np.uint8)
         for i in range(per_word):
@@ -157,10 +156,26 @@ def _checked(module: str, matrix: Codes, zeros: Callable[[], np.ndarray], part: 
     return matrix.read(part)
 
 
-def _in_order(order: Tensor, columns: int, groups: int) -> bool:
-    if order.type not in INTEGERS or order.shape != (columns,) or columns % groups:
-        return False
-    return bool((_words(order) == np.arange(columns) // (columns // groups)).all())
+def _order_check(order: Tensor | None, columns: int, groups: int) -> Callable[[slice], None]:
+    """Refuse a module whose columns are not in the order of their groups; return a check for the first rows' reading.
+
+    Of files whose headers alone are here, as for `fit`, numbers are zeros.
+    """
+    if order is None:
+        return lambda part: None
+    words = _words(_need({order.name: order}, order.name, INTEGERS, (columns,)))
+    error = BimetalError(f"tensor {order.name!r} reorders columns (desc_act, actorder); supported are groups in order")
+
+    def in_order() -> bool:
+        return columns % groups == 0 and bool((words == np.arange(columns) // (columns // groups)).all())
+
+    def check(part: slice) -> None:
+        if part.start == 0 and not in_order():
+            raise error
+
+    if words.any():
+        check(slice(0, 0))
+    return check
 
 
 def _awq(module: str, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -209,9 +224,9 @@ def _unfit(module: str, packed: Tensor, scales: Tensor) -> BimetalError:
 # -- compressed-tensors and FP8: matrices (rows, columns) --------------------------------------------------------------
 
 
-def _compressed(module: str, tensors: Mapping[str, Tensor]) -> Tensor:
+def _compressed(table: Mapping[str, Any], module: str, tensors: Mapping[str, Tensor]) -> Tensor:
     if f"{module}.weight_packed" in tensors:
-        return _packed(module, tensors)
+        return _packed(_bits(table), module, tensors)
     weight = tensors[f"{module}.weight"]
     rows, columns = _pair(weight)
     name = f"{module}.weight_scale"
@@ -226,6 +241,15 @@ def _compressed(module: str, tensors: Mapping[str, Tensor]) -> Tensor:
         return _tensor(module, codes, (weight, scale))
     blocks = partial(_fp8_blocks, weight, scale)
     return Converted(f"{module}.weight", "Q8_0", (rows, columns), columns // 32 * 34, (weight, scale), blocks)
+
+
+def _bits(table: Mapping[str, Any]) -> int:
+    """Return the bits of packed codes that the configuration states for its first group of modules; else 4."""
+    groups = table.get("config_groups")
+    group = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    weights = group.get("weights") if isinstance(group, dict) else None
+    bits = weights.get("num_bits") if isinstance(weights, dict) else None
+    return bits if type(bits) is int and bits in (4, 8) else 4
 
 
 def _scales_fit(scale: Tensor, rows: int, columns: int) -> bool:
@@ -262,20 +286,19 @@ def _fp8_blocks(weight: Tensor, scale: Tensor) -> np.ndarray:
     return out
 
 
-def _packed(module: str, tensors: Mapping[str, Tensor]) -> Tensor:
+def _packed(bits_stated: int, module: str, tensors: Mapping[str, Tensor]) -> Tensor:
     packed, shape = tensors[f"{module}.weight_packed"], _need(tensors, f"{module}.weight_shape", ("I64", "I32"), (2,))
-    rows, columns = dequantize(shape).astype(np.int64).tolist()
-    words = _pair(packed)[1]
+    rows, words = _pair(packed)
+    columns = int(dequantize(shape)[1]) or words * 32 // bits_stated  # of files whose headers alone are here
     bits = 32 * words // columns if columns > 0 else 0
     scale = _need(tensors, f"{module}.weight_scale", FLOATS)
     groups = _pair(scale)[1]
-    if bits not in (4, 8) or packed.shape != (rows, columns * bits // 32) or scale.shape[0] != rows:
+    if bits not in (4, 8) or words != columns * bits // 32 or scale.shape[0] != rows:
         raise _unfit(module, packed, scale)
-    order = tensors.get(f"{module}.weight_g_idx")
-    if order is not None and not _in_order(order, columns, groups):
-        raise BimetalError(f"tensor {order.name!r} reorders columns (actorder); supported are groups in order")
+    check_order = _order_check(tensors.get(f"{module}.weight_g_idx"), columns, groups)
 
     def read(part: slice) -> np.ndarray:
+        check_order(part)
         return unpack_codes(packed.data[part], bits)
 
     codes = Codes(rows, columns, bits, groups, read, lambda: _matrix(scale))

@@ -78,6 +78,18 @@ def test_other_tensors_stay():
     assert set(fold_other(tensors_of("fp8-tensor") | rounding, config_of("fp8-tensor"))) == {"m.weight"}
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_headers_alone(case):
+    """`fit` sees zeros in place of all numbers."""
+    empty = {
+        name: Tensor(name, tensor.type, tensor.shape, np.zeros_like(tensor.data))
+        for name, tensor in tensors_of(case).items()
+    }
+    (tensor,) = fold_other(empty, config_of(case)).values()
+    (whole,) = fold_other(tensors_of(case), config_of(case)).values()
+    assert (tensor.type, tensor.shape, tensor.nbytes) == (whole.type, whole.shape, whole.nbytes)
+
+
 # -- a whole model -----------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +203,7 @@ def changed(case: str, **tensors) -> dict[str, Tensor]:
         ),
         ("ct", {"format": "marlin-24"}, {}, "format 'marlin-24' of compressed-tensors; supported are pack-quantized"),
         ("awq", {"version": "gemv"}, {}, "version 'gemv' of AWQ; supported is gemm"),
-        ("gptq", {}, {"g_idx": np.arange(128, dtype=np.int32)[::-1] // 64}, "'m.g_idx' reorders columns (desc_act)"),
+        ("gptq", {}, {"g_idx": np.arange(128, dtype=np.int32)[::-1] // 64}, "'m.g_idx' reorders columns (desc_act"),
         ("gptq", {}, {"scales": None}, "'m.scales' is missing beside the codes"),
         (
             "gptq",
@@ -206,7 +218,8 @@ def changed(case: str, **tensors) -> dict[str, Tensor]:
             {"weight_shape": np.array([32, 256])},
             "m has codes (32, 16) and scales (32, 2), which fit no codes",
         ),
-        ("ct", {}, {"weight_g_idx": np.zeros(128, np.int32)}, "'m.weight_g_idx' reorders columns (actorder)"),
+        ("ct", {}, {"weight_g_idx": np.arange(128, dtype=np.int32) % 2}, "'m.weight_g_idx' reorders columns (desc_act"),
+        ("gptq", {}, {"g_idx": np.zeros(127, np.int32)}, "'m.g_idx' is I32 (127,); expected I32 or U32, (128,)"),
         (
             "fp8",
             {},
@@ -230,6 +243,7 @@ def test_refused(case, config, tensors, words):
             {"qzeros": np.zeros((2, 4), np.int32)},
             "m has zero points that differ, and config.json says sym is true",
         ),
+        ("gptq", {"g_idx": np.zeros(128, np.int32)}, "tensor 'm.g_idx' reorders columns (desc_act, actorder)"),
         ("fp8", {"weight": np.full((136, 160), 0x7F, np.uint8)}, "tensor 'm.weight' is not finite"),
     ],
 )
