@@ -176,6 +176,7 @@ FAMILIES = {  # by config.json's model_type
     "qwen2": Family("qwen2", _llama),
     "qwen3": Family("qwen3", _llama),
     "qwen3_moe": Family("qwen3moe", _qwen3moe),
+    "smollm3": Family("smollm3", _llama),
     "wedlm": Family("wedlm", _llama),
     "qwen3_next": Family("qwen3next", _qwen35),
     "qwen3_5": Family("qwen35", _qwen35),

@@ -29,6 +29,7 @@ from common.tokenizer import Tokenizer
 from common.weights import Layout, Matrix, Stored, canonical, dense
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "wedlm": WEDLM}
+FAMILIES |= {"smollm3": "SmolLM3ForCausalLM"}
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def _load(checkpoint: Checkpoint, source: Stored, name: str) -> Tensor:
 
 
 def _config(checkpoint: Checkpoint, family: str, c: Any) -> dict[str, Any]:
-    """Write the config.json of a GGUF file of Llama, Qwen2, Qwen3 or WeDLM."""
+    """Write the config.json of a GGUF file of one of FAMILIES."""
     keys = Keys(checkpoint.config, str(checkpoint.path), prefix=family + ".", nested=False)
     card: dict[str, Any] = {
         "architectures": [FAMILIES[family]],

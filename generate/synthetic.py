@@ -188,8 +188,20 @@ METADATA: dict[str, dict[str, Any]] = {
         "deepseek2.rope.dimension_count": 64,
         "deepseek2.context_length": 202752,
     },
+    "smollm3-3b": {
+        "general.architecture": "smollm3",
+        "smollm3.vocab_size": 128256,
+        "smollm3.embedding_length": 2048,
+        "smollm3.block_count": 36,
+        "smollm3.attention.head_count": 16,
+        "smollm3.attention.head_count_kv": 4,
+        "smollm3.feed_forward_length": 11008,
+        "smollm3.attention.layer_norm_rms_epsilon": 1e-6,
+        "smollm3.rope.freq_base": 5e6,
+        "smollm3.context_length": 65536,
+    },
 }
-TIED = ("gemma3",)  # architectures whose embedding is the head
+TIED = ("gemma3", "smollm3")  # architectures whose embedding is the head
 HEAD = "output.weight", "token_embd.weight"  # its name if it is not the embedding, and if it is
 RECIPES = ("q4_k_m", "q5_k_m", "q4_0", "q8_0")
 

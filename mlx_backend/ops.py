@@ -139,7 +139,8 @@ class MlxOps(Ops):
         T = len(x)
         n = 2 * len(rope.frequencies)
         if rope not in self._wavelengths:
-            self._wavelengths[rope] = mx.array(1 / np.array(rope.frequencies), mx.float32)
+            with np.errstate(divide="ignore"):  # a pair that is not turned has a wavelength without end
+                self._wavelengths[rope] = mx.array(1 / np.array(rope.frequencies), mx.float32)
         rotate = partial(mx.fast.rope, dims=n, traditional=False, base=None, scale=1.0, freqs=self._wavelengths[rope])
         if T == 1 or np.array_equal(positions, np.arange(positions[0], positions[0] + T)):
             y = rotate(x.swapaxes(0, 1)[None], offset=int(positions[0])).squeeze(0).swapaxes(0, 1)  # one sequence

@@ -85,6 +85,7 @@ THREE_LAYERS = (
     "laguna-m1",
     "glm",
     "glm4moe",
+    "smollm3",
 )  # at least, which the draft reads
 KINDS: Mapping[str, Kind] = {
     "multi-token prediction": Kind("chain", _block, ("qwen35", "qwen35moe", "glm", "glm4moe")),

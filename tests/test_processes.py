@@ -78,6 +78,7 @@ def assert_same_bits(tmp_path, name, size, draft=""):
         ("qwen3moe", 2),
         ("qwen2", 2),
         ("mistral", 2),
+        ("smollm3", 2),
         ("laguna", 2),
         ("wide glm", 2),
         ("wide glm", 3),

@@ -44,6 +44,7 @@ ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config
     "qwen3_5_text": qwen35,
     "qwen3_5_moe": qwen35,
     "qwen3_5_moe_text": qwen35,
+    "smollm3": llama,
     "wedlm": llama,
 }
 

@@ -3,9 +3,11 @@
 Qwen2 adds biases to q, k and v; Qwen3 norms each q and k head before rope. WeDLM-7B is Qwen2, WeDLM-8B is Qwen3 with
 other weights. In Qwen3's mixtures every layer has experts, chosen by a softmax, in place of the FFN. Mistral
 (`mistral`, in GGUF files `llama`; `mistral3` with a vision tower, which is not run) is Llama, perhaps with a window.
+SmolLM3 (`smollm3`) is Llama without rope in every fourth layer.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,8 @@ from common.weights import Fix, Layout, Matrix, Names, Table, Vector, rows
 
 WEDLM_MASK = 151665
 NORMS_HEADS = ("qwen3", "qwen3_moe", "qwen3moe")  # WeDLM's files tell
+ADJACENT = ("llama", "smollm3")  # whose rope pairs are adjacent rows of a head in GGUF files
+NO_ROPE = 4  # every fourth layer of SmolLM3 has no rope, which its GGUF files do not state
 CLASSIFIERS = {"gguf": "cls.output.weight", "safetensors": "score.weight"}  # heads with a row for each label
 
 
@@ -54,10 +58,16 @@ class Config:
     norms_heads: bool  # whether there are norms of q and k
     has_biases: bool  # whether there are biases of q, k and v
     window: int | None = None  # keys that a row attends to, including its own; None: all
+    no_rope: tuple[int, ...] = ()  # numbers of the layers without rope
     mask_id: int | None = None  # of WeDLM: the token id of a masked position
     has_head: bool = True  # whether there are logits: some models of embeddings, and classifiers, have none
     ranks: Ranks = ONE  # ranks that share heads and channels; the numbers above are this rank's share
     kv_ranks: Ranks = ONE  # ranks that hold different KV heads
+
+    @cached_property
+    def without_rope(self) -> "Config":
+        """Return the configuration of a layer without rope: one that turns no pair, which leaves all bits as they are."""
+        return replace(self, rope=Rope((0.0,) * len(self.rope.frequencies)))
 
 
 def read_config(checkpoint: Checkpoint) -> Config:
@@ -115,6 +125,7 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
         norms_heads=keys.read("qk_norm", bool, True) if is_wedlm else architecture in NORMS_HEADS,
         has_biases=architecture == "qwen2" or (is_wedlm and keys.read("attention_bias", bool, False)),
         window=_window(keys, "sliding_window", context) if architecture.startswith("mistral") else None,
+        no_rope=_hf_no_rope(keys, layers) if architecture == "smollm3" else (),
         mask_id=_mask_id(keys) if is_wedlm else None,
     )
 
@@ -123,6 +134,15 @@ def _window(keys: Keys, key: str, context: int) -> int | None:
     """Read a window; None without one, or where the whole context is in it."""
     window = keys.size(key, context)
     return window if window < context else None
+
+
+def _hf_no_rope(keys: Keys, layers: int) -> tuple[int, ...]:
+    """Return the layers without rope: those with a 0 in the list, or else the last of each interval."""
+    interval = keys.size("no_rope_layer_interval", NO_ROPE)
+    turned = keys.read("no_rope_layers", list, [int((i + 1) % interval > 0) for i in range(layers)])
+    if len(turned) < layers or any(turns not in (0, 1) for turns in turned):
+        raise BimetalError(f"{keys.where}: no_rope_layers must list 0 or 1 for each of {layers} layers")
+    return tuple(i for i in range(layers) if not turned[i])
 
 
 def _hf_experts(keys: Keys) -> Experts:
@@ -182,6 +202,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         norms_heads="blk.0.attn_q_norm.weight" in checkpoint.tensors if is_wedlm else architecture in NORMS_HEADS,
         has_biases=architecture == "qwen2" or (is_wedlm and "blk.0.attn_q.bias" in checkpoint.tensors),
         window=_gguf_window(keys, context) if architecture == "llama" else None,
+        no_rope=tuple(range(NO_ROPE - 1, layers, NO_ROPE)) if architecture == "smollm3" else (),
         mask_id=_gguf_mask_id(checkpoint, keys) if is_wedlm else None,
     )
 
@@ -225,7 +246,7 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
 
 def _layer_weights(c: Config, tensor: Names) -> Table:
     return {
-        **attention_weights(c, tensor, pairs_adjacent=c.architecture == "llama"),
+        **attention_weights(c, tensor, pairs_adjacent=c.architecture in ADJACENT),
         "attn_norm": Vector(tensor("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
         "ffn_norm": Vector(tensor("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
         **(
@@ -297,7 +318,8 @@ def forward(
 
 
 def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, rows: slice, x: Array) -> Array:
-    mixed = attention(ops, c, w, state[layer].kv, step, ops.rms_norm(x, w.attn_norm, c.eps))
+    of_layer = c.without_rope if layer in c.no_rope else c
+    mixed = attention(ops, of_layer, w, state[layer].kv, step, ops.rms_norm(x, w.attn_norm, c.eps))
     x = ops.add(x, ops.all_reduce(mixed))[rows]
     z = ops.rms_norm(x, w.ffn_norm, c.eps)
     return ops.add(x, ops.all_reduce(softmax_moe(ops, c.experts, w, z) if c.experts else swiglu_ffn(ops, w, z)))

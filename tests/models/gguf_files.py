@@ -51,6 +51,7 @@ ARCHITECTURES = {  # by config.json's model_type, where the names differ
     **{"qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next"},
 }
 DENSE = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+ADJACENT = ("llama", "smollm3")  # architectures whose rope pairs are adjacent rows of a head
 DELTA = ("qwen3next", "qwen35")  # architectures with Gated DeltaNet layers
 TYPES = {kind.name: kind for kind in gguf.GGMLQuantizationType}
 
@@ -196,7 +197,7 @@ def _tensors(config: dict, architecture: str, weights: dict[str, np.ndarray]) ->
 
 
 def _converted(config: dict, architecture: str, name: str, array: np.ndarray) -> np.ndarray:
-    if architecture == "llama" and name.startswith(("self_attn.q_proj", "self_attn.k_proj")):
+    if architecture in ADJACENT and name.startswith(("self_attn.q_proj", "self_attn.k_proj")):
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         return array.reshape(heads, 2, -1, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
     if not architecture.startswith(DELTA):

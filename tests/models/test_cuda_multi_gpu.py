@@ -50,6 +50,7 @@ FAMILIES = [
     "laguna",
     "glm",
     "glm4moe",
+    "smollm3",
 ]
 TWO = Placement((0, 1), (1, 1))
 

@@ -53,6 +53,7 @@ FAMILIES = [
     "laguna",
     "glm",
     "glm4moe",
+    "smollm3",
 ]
 # Partial sums are added in another order than one product adds them, then rows are quantized for the next product: as
 # two GPUs of different stripes. Gated DeltaNet's norms of small heads amplify it.

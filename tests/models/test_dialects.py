@@ -161,7 +161,14 @@ def with_older_gemma_keys(c: Checkpoint) -> Checkpoint:
     return replace(c, config=config | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
 
 
+def by_interval(c: Checkpoint) -> Checkpoint:
+    """Without the list of layers without rope."""
+    return replace(c, config={key: value for key, value in c.config.items() if key != "no_rope_layers"})
+
+
 SAFETENSORS = [
+    ("smollm3", by_interval),
+    ("smollm3", with_old_rope_keys),
     ("gemma3", gemma_as_released),
     ("gemma3", gemma_of_newer_transformers),
     ("gemma3", with_older_gemma_keys),

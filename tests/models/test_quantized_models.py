@@ -529,7 +529,7 @@ def test_families_without_a_gguf_writer(tmp_path, capsys):
     assert "a GGUF file of deepseek2 cannot be written; supported: llama" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-untied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama-untied", "qwen2", "qwen3", "smollm3"])
 def test_a_folder_from_a_gguf_file(name, tmp_path):
     """The bytes of the folder made from the model's own safetensors, where the file holds its values exactly."""
     made = write_gguf(tiny.FOLDER / name, tmp_path / "in.gguf")
@@ -599,6 +599,13 @@ def test_the_wedlm_demo_there_and_back(tmp_path):
     for key in ("tokens", "merges", "eos_token_id", "mask_token_id", "pre"):
         assert ours.config[f"tokenizer.ggml.{key}"] == theirs.config[f"tokenizer.ggml.{key}"]
     assert ours.config["tokenizer.chat_template"] == theirs.config["tokenizer.chat_template"]
+
+
+def test_a_gguf_file_cannot_state_the_layers_without_rope(tmp_path, capsys):
+    """Its readers take every fourth layer of SmolLM3."""
+    folder = rewritten(tiny.FOLDER / "smollm3", tmp_path / "in", no_rope_layers=[1, 0, 1, 1, 1])
+    assert main(["quantize", str(folder), str(tmp_path / "out.gguf")]) == 1
+    assert "a GGUF file cannot state no_rope (1,) of this model" in capsys.readouterr().err
 
 
 def test_folders_from_gguf_files_that_are_refused(tmp_path, capsys):

@@ -165,9 +165,22 @@ def test_other_names(name, dialect):
     compare(dialect(tiny.checkpoint(name)), 2)
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "mistral", "qwen2", "qwen3moe", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna", "glm4moe"]
-)
+GGUF_FILES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3moe",
+    "qwen35",
+    "qwen35moe",
+    "qwen3next",
+    "gemma3",
+    "laguna",
+    "glm4moe",
+]
+GGUF_FILES += ["smollm3"]
+
+
+@pytest.mark.parametrize("name", GGUF_FILES)
 def test_gguf_files(tmp_path, name):
     """Value heads tiled over key heads, rope pairs as adjacent rows; 16-bit floats, which any ranks divide."""
     compare(open_checkpoint(write_gguf(tiny.FOLDER / name, tmp_path / "model.gguf", "F16")), 2)

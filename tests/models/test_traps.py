@@ -215,6 +215,8 @@ TRAPS = [  # name, model, mistake
     ("no scale of routed experts", "glm4moe", op("route_sigmoid", lambda f, logits, b, k, scale: f(logits, b, k, 1.0))),
     ("no window", "mistral", op("attention", lambda f, *a, window, **k: f(*a, window=None, **k))),
     ("a window of one key more", "mistral", config(window=lambda c: c.window + 1)),
+    ("rope in every layer", "smollm3", config(no_rope=lambda c: ())),
+    ("rope in every fourth layer alone", "smollm3", config(no_rope=lambda c: (0, 1, 2, 4))),
     # norms
     ("norms without + 1", "qwen35", weight(*NORMS, wrong=lambda w: w - 1)),
     ("norms + 1 twice", "qwen35", weight(*NORMS, wrong=lambda w: w + 1)),
@@ -252,6 +254,7 @@ LOADING = [  # name, model, format, module, function of the loader that then lea
     ("V rows as stored", "qwen35", "safetensors", qwen35, "rows"),
     ("V columns as stored", "qwen35", "safetensors", qwen35, "column_groups"),
     ("rope pairs as stored", "llama", "gguf", llama, "rows"),
+    ("rope pairs of layers without rope as stored", "smollm3", "gguf", llama, "rows"),
     ("rope divisors not read", "llama", "gguf", blocks, "dequantize"),
 ]
 

@@ -1,0 +1,25 @@
+"""Write tests/data/models/smollm3, and those listed in MODELS below, as make_tiny_laguna_glm.py does for others.
+
+Each golden.npz holds what that file and make_tiny_models.py describe. Made with transformers 5.24 and torch 2.14.
+"""
+
+from typing import Any
+
+import transformers
+from make_tiny_laguna_glm import write
+from make_tiny_models import HEADS, KV_HEADS, SIZES, TIED
+from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+MODELS: dict[str, tuple[Any, Any]] = {
+    "smollm3": (  # its fourth layer has no rope
+        SmolLM3ForCausalLM,
+        SmolLM3Config(**SIZES, **KV_HEADS, **THETA, **TIED, vocab_size=96, num_hidden_layers=5, pad_token_id=None),
+    ),
+}
+
+if __name__ == "__main__":
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for seed, (name, (cls, config)) in enumerate(MODELS.items(), start=200):
+        write(name, cls, config, seed)
