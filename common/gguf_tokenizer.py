@@ -41,6 +41,7 @@ _PRE = {
     "deepseek-r1-qwen": _Pre((_QWEN2,)),
     "qwen35": _Pre((_QWEN35,)),
     "smollm": _Pre((r"\p{N}", _GPT2)),
+    "refact": _Pre((r"\p{N}", _GPT2)),
     "gpt-2": _Pre((_GPT2,)),
     "default": _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "llama-bpe": _Pre((_LLAMA3,), ignore_merges=True, add_bos=True),

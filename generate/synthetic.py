@@ -200,8 +200,24 @@ METADATA: dict[str, dict[str, Any]] = {
         "smollm3.rope.freq_base": 5e6,
         "smollm3.context_length": 65536,
     },
+    "granite-3.3-8b": {
+        "general.architecture": "granite",
+        "granite.vocab_size": 49159,
+        "granite.embedding_length": 4096,
+        "granite.block_count": 40,
+        "granite.attention.head_count": 32,
+        "granite.attention.head_count_kv": 8,
+        "granite.attention.scale": 0.0078125,
+        "granite.feed_forward_length": 12800,
+        "granite.attention.layer_norm_rms_epsilon": 1e-5,
+        "granite.embedding_scale": 12.0,
+        "granite.residual_scale": 0.22,
+        "granite.logit_scale": 16.0,
+        "granite.rope.freq_base": 1e7,
+        "granite.context_length": 131072,
+    },
 }
-TIED = ("gemma3", "smollm3")  # architectures whose embedding is the head
+TIED = ("gemma3", "granite", "smollm3")  # architectures whose embedding is the head
 HEAD = "output.weight", "token_embd.weight"  # its name if it is not the embedding, and if it is
 RECIPES = ("q4_k_m", "q5_k_m", "q4_0", "q8_0")
 

@@ -86,6 +86,7 @@ THREE_LAYERS = (
     "glm",
     "glm4moe",
     "smollm3",
+    "granite",
 )  # at least, which the draft reads
 KINDS: Mapping[str, Kind] = {
     "multi-token prediction": Kind("chain", _block, ("qwen35", "qwen35moe", "glm", "glm4moe")),

@@ -79,6 +79,7 @@ def assert_same_bits(tmp_path, name, size, draft=""):
         ("qwen2", 2),
         ("mistral", 2),
         ("smollm3", 2),
+        ("granite", 2),
         ("laguna", 2),
         ("wide glm", 2),
         ("wide glm", 3),

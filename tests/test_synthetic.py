@@ -18,6 +18,10 @@ from generate.synthetic import METADATA, synthetic, synthetic_checkpoint
 from generate.timing import announced
 
 SMALL = {  # keys of a real shape, smaller
+    "granite-3.3-8b": {
+        **{"vocab_size": 96, "embedding_length": 256, "block_count": 2, "feed_forward_length": 256},
+        **{"attention.head_count": 4, "attention.head_count_kv": 2},
+    },
     "smollm3-3b": {"vocab_size": 96, "embedding_length": 256, "block_count": 4, "feed_forward_length": 256},
     "wedlm-8b": {"vocab_size": 96, "embedding_length": 256, "block_count": 2, "feed_forward_length": 256},
     "laguna-xs.2": {
@@ -66,6 +70,7 @@ def small(monkeypatch):
         ("qwen3-next-80b-a3b", 48.5),
         ("gemma-3-27b", 16.54),
         ("smollm3-3b", 1.907),
+        ("granite-3.3-8b", 4.94),
     ],
 )
 def test_bytes_of_the_real_files(name, gigabytes):

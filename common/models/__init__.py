@@ -13,7 +13,7 @@ from common.expert_stream import ExpertStream
 from common.experts import ExpertSupply
 from common.fit import Blueprint
 from common.kv_cache import CacheOptions, check_pairs, packed
-from common.models import gemma3, glm, glm4_moe, laguna, llama, qwen35
+from common.models import gemma3, glm, glm4_moe, granite, laguna, llama, qwen35
 from common.ops import Array, Ops
 from common.shards import Ranks
 from common.step import MAX_DECODE_ROWS, Pool, Repeated, State, Step
@@ -28,6 +28,7 @@ ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config
     "glm4_moe": glm4_moe,
     "glm4_moe_lite": glm,
     "glm4moe": glm4_moe,
+    "granite": granite,
     "laguna": laguna,
     "llama": llama,
     "mistral": llama,

@@ -213,8 +213,12 @@ def head(ops: Ops, c: Any, w: Any, x: Array) -> Array:
 
 
 def head_product(ops: Ops, c: Any, w: Any, x: Array) -> Array:
-    """Return the logits (n, vocab) of normed x (n, hidden), whole on every rank; without a head the embedding is it."""
-    return ops.all_gather(ops.linear(x, w.embed if w.head is None else w.head), c.vocab)
+    """Return the logits (n, vocab) of normed x (n, hidden), whole on every rank, scaled if `c` has a scale for them.
+
+    Without a head the embedding is it.
+    """
+    logits, factor = ops.linear(x, w.embed if w.head is None else w.head), getattr(c, "logit_scale", 1.0)
+    return ops.all_gather(logits if factor == 1 else ops.keep(ops.scale(logits, factor)), c.vocab)
 
 
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "factor"}

@@ -35,7 +35,7 @@ from common.weights import Fix, Layout, Matrix, Names, Table, Vector, rows
 
 WEDLM_MASK = 151665
 NORMS_HEADS = ("qwen3", "qwen3_moe", "qwen3moe")  # WeDLM's files tell
-ADJACENT = ("llama", "smollm3")  # whose rope pairs are adjacent rows of a head in GGUF files
+ADJACENT = ("granite", "llama", "smollm3")  # whose rope pairs are adjacent rows of a head in GGUF files
 NO_ROPE = 4  # every fourth layer of SmolLM3 has no rope, which its GGUF files do not state
 CLASSIFIERS = {"gguf": "cls.output.weight", "safetensors": "score.weight"}  # heads with a row for each label
 
@@ -66,7 +66,7 @@ class Config:
 
     @cached_property
     def without_rope(self) -> "Config":
-        """Return the configuration of a layer without rope: one that turns no pair, which leaves all bits as they are."""
+        """Return the configuration of a layer without rope: of a rope that turns no pair, and changes no bit."""
         return replace(self, rope=Rope((0.0,) * len(self.rope.frequencies)))
 
 
@@ -326,9 +326,13 @@ def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, row
 
 
 def attention(ops: Ops, c: Any, w: Any, kv: Any, step: Step, x: Array) -> Array:
-    """Compute grouped-query attention for this rank's heads of x (T, hidden): (T, hidden)."""
+    """Compute grouped-query attention for this rank's heads of x (T, hidden): (T, hidden).
+
+    Scores are multiplied by the scale of attention that `c` has, else divided by the root of the head size.
+    """
     q, k, v = queries_keys_values(ops, c, w, step, x)
-    o = ops.attention(q, k, v, kv, step, scale=c.head_dim**-0.5, window=c.window)
+    scale = getattr(c, "attention_scale", c.head_dim**-0.5)
+    o = ops.attention(q, k, v, kv, step, scale=scale, window=c.window)
     return ops.linear(o.reshape(x.shape[0], -1), w.o)
 
 

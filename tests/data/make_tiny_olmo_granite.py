@@ -7,14 +7,22 @@ from typing import Any
 
 import transformers
 from make_tiny_laguna_glm import write
-from make_tiny_models import HEADS, KV_HEADS, SIZES, TIED
-from transformers import SmolLM3Config, SmolLM3ForCausalLM
+from make_tiny_models import KV_HEADS, SIZES, TIED
+from transformers import GraniteConfig, GraniteForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
 THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 MODELS: dict[str, tuple[Any, Any]] = {
     "smollm3": (  # its fourth layer has no rope
         SmolLM3ForCausalLM,
         SmolLM3Config(**SIZES, **KV_HEADS, **THETA, **TIED, vocab_size=96, num_hidden_layers=5, pad_token_id=None),
+    ),
+    "granite": (  # an epsilon that matters, because norms are of x divided by the residual multiplier
+        GraniteForCausalLM,
+        GraniteConfig(
+            **(SIZES | KV_HEADS | THETA | TIED),
+            **{"vocab_size": 96, "num_hidden_layers": 3, "rms_norm_eps": 1e-2, "logits_scaling": 1.5},
+            **{"embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.5},
+        ),
     ),
 }
 

@@ -51,7 +51,7 @@ ARCHITECTURES = {  # by config.json's model_type, where the names differ
     **{"qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next"},
 }
 DENSE = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
-ADJACENT = ("llama", "smollm3")  # architectures whose rope pairs are adjacent rows of a head
+ADJACENT = ("granite", "llama", "smollm3")  # architectures whose rope pairs are adjacent rows of a head
 DELTA = ("qwen3next", "qwen35")  # architectures with Gated DeltaNet layers
 TYPES = {kind.name: kind for kind in gguf.GGMLQuantizationType}
 
@@ -146,6 +146,11 @@ def _write_keys(writer: gguf.GGUFWriter, config: dict, architecture: str, mtp: b
         writer.add_feed_forward_length(config["intermediate_size"])
     if architecture == "llama" and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    if architecture == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])

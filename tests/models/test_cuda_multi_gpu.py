@@ -51,6 +51,7 @@ FAMILIES = [
     "glm",
     "glm4moe",
     "smollm3",
+    "granite",
 ]
 TWO = Placement((0, 1), (1, 1))
 

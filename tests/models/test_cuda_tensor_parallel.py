@@ -54,6 +54,7 @@ FAMILIES = [
     "glm",
     "glm4moe",
     "smollm3",
+    "granite",
 ]
 # Partial sums are added in another order than one product adds them, then rows are quantized for the next product: as
 # two GPUs of different stripes. Gated DeltaNet's norms of small heads amplify it.

@@ -167,6 +167,7 @@ def by_interval(c: Checkpoint) -> Checkpoint:
 
 
 SAFETENSORS = [
+    ("granite", with_old_rope_keys),
     ("smollm3", by_interval),
     ("smollm3", with_old_rope_keys),
     ("gemma3", gemma_as_released),

@@ -177,7 +177,7 @@ GGUF_FILES = [
     "laguna",
     "glm4moe",
 ]
-GGUF_FILES += ["smollm3"]
+GGUF_FILES += ["smollm3", "granite"]
 
 
 @pytest.mark.parametrize("name", GGUF_FILES)

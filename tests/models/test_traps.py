@@ -215,6 +215,12 @@ TRAPS = [  # name, model, mistake
     ("no scale of routed experts", "glm4moe", op("route_sigmoid", lambda f, logits, b, k, scale: f(logits, b, k, 1.0))),
     ("no window", "mistral", op("attention", lambda f, *a, window, **k: f(*a, window=None, **k))),
     ("a window of one key more", "mistral", config(window=lambda c: c.window + 1)),
+    ("embedding not divided by the residual factor", "granite", config(embedding_scale=lambda c: 3.0)),
+    ("embedding not multiplied", "granite", config(embedding_scale=lambda c: 1 / 0.6)),
+    ("epsilon of undivided hidden states", "granite", config(eps=lambda c: 1e-2)),
+    ("scores divided by the root of the head size", "granite", config(attention_scale=lambda c: 8**-0.5)),
+    ("logits not divided", "granite", config(logit_scale=lambda c: 1.0)),
+    ("logits multiplied", "granite", config(logit_scale=lambda c: 1.5)),
     ("rope in every layer", "smollm3", config(no_rope=lambda c: ())),
     ("rope in every fourth layer alone", "smollm3", config(no_rope=lambda c: (0, 1, 2, 4))),
     # norms
