@@ -169,6 +169,23 @@ def _glm4_moe(c: Any, values: Values) -> Values:
     }
 
 
+def _olmo2(c: Any, values: Values) -> Values:
+    keys = _grouped(c) | {"block_count": len(c.is_sliding), "feed_forward_length": c.ffn}
+    keys |= {"rope.dimension_count": c.head_dim}
+    yarn = _full_rope(values)["rope_parameters"] or values.get("rope_scaling") or {}
+    if (factor := yarn.get("attention_factor")) is not None:
+        keys["rope.scaling.yarn_attn_factor"] = float(factor)
+    if not any(c.is_sliding):
+        return keys
+    return keys | {"attention.sliding_window": c.window, "attention.sliding_window_pattern": list(c.is_sliding)}
+
+
+def _full_rope(values: Values) -> Values:
+    """Return the contents of config.json with the rope of full layers alone, if it has one for each kind of layer."""
+    ropes = values.get("rope_parameters") or {}
+    return values | {"rope_parameters": ropes.get("full_attention") or ropes}
+
+
 def _gemma3(c: Any, values: Values) -> Values:
     keys = _grouped(c) | {"block_count": len(c.is_sliding), "feed_forward_length": c.ffn}
     return keys | ({"attention.sliding_window": c.window} if c.window else {})
@@ -197,6 +214,8 @@ FAMILIES = {  # by config.json's model_type
     "laguna": Family("laguna", _laguna, rope=_laguna_rope),
     "gemma3": Family("gemma3", _gemma3, theta=1e6, rope=_gemma3_rope),
     "gemma3_text": Family("gemma3", _gemma3, theta=1e6, rope=_gemma3_rope),
+    "olmo2": Family("olmo2", _olmo2, pre="dbrx"),
+    "olmo3": Family("olmo2", _olmo2, theta=5e5, rope=_full_rope, pre="dbrx"),
     "glm4_moe": Family("glm4moe", _glm4_moe, pre="glm4"),
     "glm4_moe_lite": Family("deepseek2", _glm, theta=1e6, pre="glm4"),
 }

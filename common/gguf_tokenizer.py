@@ -50,6 +50,7 @@ _PRE = {
     "tekken": _Pre((_TEKKEN,), ignore_merges=True, add_bos=True),
     "glm4": _Pre((_LLAMA3,), ignore_merges=True),
     "chatglm-bpe": _Pre((_LLAMA3,)),
+    "dbrx": _Pre((_LLAMA3,)),
     "smaug-bpe": _Pre((_LLAMA3,)),
     "laguna": _Pre((_NEWLINE_RUN, _QWEN2)),
 }

@@ -216,6 +216,22 @@ METADATA: dict[str, dict[str, Any]] = {
         "granite.rope.freq_base": 1e7,
         "granite.context_length": 131072,
     },
+    "olmo-3-7b": {
+        "general.architecture": "olmo2",
+        "olmo2.vocab_size": 100278,
+        "olmo2.embedding_length": 4096,
+        "olmo2.block_count": 32,
+        "olmo2.attention.head_count": 32,
+        "olmo2.attention.head_count_kv": 32,
+        "olmo2.attention.sliding_window": 4096,
+        "olmo2.feed_forward_length": 11008,
+        "olmo2.attention.layer_norm_rms_epsilon": 1e-6,
+        "olmo2.rope.freq_base": 5e5,
+        "olmo2.rope.scaling.type": "yarn",
+        "olmo2.rope.scaling.factor": 8.0,
+        "olmo2.rope.scaling.original_context_length": 8192,
+        "olmo2.context_length": 65536,
+    },
 }
 TIED = ("gemma3", "granite", "smollm3")  # architectures whose embedding is the head
 HEAD = "output.weight", "token_embd.weight"  # its name if it is not the embedding, and if it is

@@ -87,6 +87,8 @@ THREE_LAYERS = (
     "glm4moe",
     "smollm3",
     "granite",
+    "olmo2",
+    "olmo3",
 )  # at least, which the draft reads
 KINDS: Mapping[str, Kind] = {
     "multi-token prediction": Kind("chain", _block, ("qwen35", "qwen35moe", "glm", "glm4moe")),

@@ -80,6 +80,8 @@ def assert_same_bits(tmp_path, name, size, draft=""):
         ("mistral", 2),
         ("smollm3", 2),
         ("granite", 2),
+        ("olmo2", 2),
+        ("olmo3", 2),
         ("laguna", 2),
         ("wide glm", 2),
         ("wide glm", 3),

@@ -18,6 +18,10 @@ from generate.synthetic import METADATA, synthetic, synthetic_checkpoint
 from generate.timing import announced
 
 SMALL = {  # keys of a real shape, smaller
+    "olmo-3-7b": {
+        **{"vocab_size": 96, "embedding_length": 256, "block_count": 4, "feed_forward_length": 256},
+        **{"attention.head_count": 4, "attention.head_count_kv": 2},
+    },
     "granite-3.3-8b": {
         **{"vocab_size": 96, "embedding_length": 256, "block_count": 2, "feed_forward_length": 256},
         **{"attention.head_count": 4, "attention.head_count_kv": 2},
@@ -71,6 +75,7 @@ def small(monkeypatch):
         ("gemma-3-27b", 16.54),
         ("smollm3-3b", 1.907),
         ("granite-3.3-8b", 4.94),
+        ("olmo-3-7b", 4.47),
     ],
 )
 def test_bytes_of_the_real_files(name, gigabytes):

@@ -13,7 +13,7 @@ from common.expert_stream import ExpertStream
 from common.experts import ExpertSupply
 from common.fit import Blueprint
 from common.kv_cache import CacheOptions, check_pairs, packed
-from common.models import gemma3, glm, glm4_moe, granite, laguna, llama, qwen35
+from common.models import gemma3, glm, glm4_moe, granite, laguna, llama, olmo2, qwen35
 from common.ops import Array, Ops
 from common.shards import Ranks
 from common.step import MAX_DECODE_ROWS, Pool, Repeated, State, Step
@@ -33,6 +33,8 @@ ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config
     "llama": llama,
     "mistral": llama,
     "mistral3": llama,
+    "olmo2": olmo2,
+    "olmo3": olmo2,
     "qwen2": llama,
     "qwen3": llama,
     "qwen3_moe": llama,

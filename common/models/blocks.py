@@ -221,6 +221,32 @@ def head_product(ops: Ops, c: Any, w: Any, x: Array) -> Array:
     return ops.all_gather(logits if factor == 1 else ops.keep(ops.scale(logits, factor)), c.vocab)
 
 
+KINDS = ("full_attention", "sliding_attention")  # of layers, as config.json names them
+
+
+def hf_sliding(keys: Keys, layers: int, period: int) -> tuple[bool, ...]:
+    """Return for each layer whether it has a window: as layer_types says, or all but the last of each period."""
+    kinds = keys.read("layer_types", list, [KINDS[(i + 1) % period > 0] for i in range(layers)])
+    if len(kinds) != layers or any(kind not in KINDS for kind in kinds):
+        raise BimetalError(f"{keys.where}: layer_types must name {' or '.join(KINDS)} for {layers} layers")
+    return tuple(kind == "sliding_attention" for kind in kinds)
+
+
+def gguf_sliding(keys: Keys, layers: int, window: int, period: int) -> tuple[bool, ...]:
+    """Return for each layer whether it has a window, from a list or from a period, whose last layer is full.
+
+    period  that of files that state neither
+    """
+    key = "attention.sliding_window_pattern"
+    pattern = keys.get(key)
+    if not isinstance(pattern, list):
+        period = keys.size(key, period)
+        pattern = [(i + 1) % period > 0 for i in range(layers)]
+    if len(pattern) < layers:
+        raise BimetalError(f"{keys.where}: {keys.prefix}{key} does not cover {layers} layers")
+    return tuple(window > 0 and bool(slides) for slides in pattern[:layers])
+
+
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "factor"}
 ROPE_KEYS |= {"original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}  # llama3
 ROPE_KEYS |= {"beta_fast", "beta_slow", "attention_factor", "truncate"}  # yarn
@@ -315,9 +341,12 @@ def gguf_rope(keys: Keys, dim: int, factors: Tensor | None, default_theta: float
         original = keys.size("rope.scaling.original_context_length", keys.size("context_length", 1))
         fast = keys.positive("rope.scaling.yarn_beta_fast", 32.0)
         slow = keys.positive("rope.scaling.yarn_beta_slow", 1.0)
-        for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        for key in ("attn_factor", "yarn_ext_factor"):
             keys.expect(f"rope.scaling.{key}", 1.0)
-        return Rope(_yarn(theta, dim, factor, original, fast, slow), _yarn_magnitude(factor))
+        magnitude = _yarn_magnitude(factor)
+        if not math.isclose(keys.positive("rope.scaling.yarn_attn_factor", 1.0), magnitude, rel_tol=1e-6):
+            keys.expect("rope.scaling.yarn_attn_factor", 1.0)  # llama.cpp replaces it by the derived one
+        return Rope(_yarn(theta, dim, factor, original, fast, slow), magnitude)
     raise BimetalError(f"{keys.where}: rope.scaling.type {kind!r}; supported: none, linear, yarn")
 
 

@@ -8,8 +8,21 @@ from typing import Any
 import transformers
 from make_tiny_laguna_glm import write
 from make_tiny_models import KV_HEADS, SIZES, TIED
-from transformers import GraniteConfig, GraniteForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
+from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1e2, "factor": 8.0, "original_max_position_embeddings": 128},
+    **{"beta_fast": 4.0, "beta_slow": 1.0},
+}
 THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 MODELS: dict[str, tuple[Any, Any]] = {
     "smollm3": (  # its fourth layer has no rope
@@ -24,10 +37,26 @@ MODELS: dict[str, tuple[Any, Any]] = {
             **{"embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.5},
         ),
     ),
+    "olmo2": (
+        Olmo2ForCausalLM,
+        Olmo2Config(**SIZES, **KV_HEADS, **THETA, vocab_size=96, num_hidden_layers=3),
+    ),
+    "olmo3": (  # its fourth layer has no window, and a rope by YaRN
+        Olmo3ForCausalLM,
+        Olmo3Config(
+            **(SIZES | KV_HEADS | {"vocab_size": 96, "num_hidden_layers": 5, "sliding_window": 24}),
+            rope_parameters={
+                "full_attention": YARN | {"attention_factor": 1.2079441541679836},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+            },
+        ),
+    ),
 }
+
+SEEDS = {"olmo3": 301}  # of others than a model's number
 
 if __name__ == "__main__":
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    for seed, (name, (cls, config)) in enumerate(MODELS.items(), start=200):
-        write(name, cls, config, seed)
+    for number, (name, (cls, config)) in enumerate(MODELS.items(), start=200):
+        write(name, cls, config, SEEDS.get(name, number))

@@ -272,6 +272,7 @@ def test_words_of_the_vocabulary_that_no_merge_reaches():
 def test_names_of_one_meaning():
     for text in BPE["texts"]:
         assert bpe("deepseek-r1-qwen").encode(text) == bpe("qwen2").encode(text)
+        assert bpe("dbrx").encode(text) == bpe("chatglm-bpe").encode(text)
         assert bpe("refact").encode(text) == bpe("smollm").encode(text)
         assert bpe("smaug-bpe").encode(text) == bpe("chatglm-bpe").encode(text)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import gguf
 import gguf_laguna_glm
+import gguf_olmo
 import numpy as np
 
 from common.checkpoint import open_checkpoint
@@ -50,6 +51,7 @@ ARCHITECTURES = {  # by config.json's model_type, where the names differ
     **{"mistral": "llama", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"},
     **{"qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next"},
 }
+CONVERTERS = gguf_laguna_glm.CONVERTERS | gguf_olmo.CONVERTERS  # by config.json's model_type
 DENSE = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 ADJACENT = ("granite", "llama", "smollm3")  # architectures whose rope pairs are adjacent rows of a head
 DELTA = ("qwen3next", "qwen35")  # architectures with Gated DeltaNet layers
@@ -68,7 +70,7 @@ def write_gguf(
 
     mtp     append a multi-token-prediction block: that of these tensors, or some block to a Qwen3.5
     expand  store what gguf-py reads back from the quantized matrices, as F32
-    change  is given the keys and tensors of a Laguna or GLM before they are written
+    change  is given the keys and tensors of a model in CONVERTERS before they are written
     """
     config = json.loads((folder / "config.json").read_text())
     weights = {name: dequantize(tensor) for name, tensor in open_checkpoint(folder).tensors.items()}
@@ -77,8 +79,8 @@ def write_gguf(
         n, nextn = config["num_hidden_layers"], _nextn(config, mtp)
         weights |= {name.replace("mtp.layers.0.", f"model.layers.{n}."): array for name, array in mtp.items()}
         config["num_hidden_layers"] = n + 1
-    if config["model_type"] in gguf_laguna_glm.CONVERTERS:
-        architecture, keys, tensors = gguf_laguna_glm.CONVERTERS[config["model_type"]](config, weights)
+    if config["model_type"] in CONVERTERS:
+        architecture, keys, tensors = CONVERTERS[config["model_type"]](config, weights)
         keys |= {"nextn_predict_layers": 1} if nextn else {}
         tensors |= nextn
         change(keys, tensors)

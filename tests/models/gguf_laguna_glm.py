@@ -69,7 +69,7 @@ def laguna(config: dict, weights: Arrays) -> Converted:
         keys["attention.sliding_window"] = config["sliding_window"]
         keys["rope.freq_base_swa"] = sliding["rope_theta"]
         keys["rope.dimension_count_swa"] = int(head_dim * sliding["partial_rotary_factor"])
-    return "laguna", keys, _tensors(config, config["num_experts"], weights)
+    return "laguna", keys, tensors_of(config, config["num_experts"], weights)
 
 
 def glm(config: dict, weights: Arrays) -> Converted:
@@ -93,7 +93,7 @@ def glm(config: dict, weights: Arrays) -> Converted:
         "rope.freq_base": config["rope_parameters"]["rope_theta"],
         "rope.dimension_count": rope_dim,
     }
-    tensors = _tensors(config, config["n_routed_experts"], weights)
+    tensors = tensors_of(config, config["n_routed_experts"], weights)
     for i in range(config["num_hidden_layers"]):
         kv_b = tensors.pop(f"blk.{i}.attn_kv_b.weight").reshape(heads, N + V, R)
         tensors[f"blk.{i}.attn_k_b.weight"] = kv_b[:, :N].swapaxes(1, 2)
@@ -104,7 +104,7 @@ def glm(config: dict, weights: Arrays) -> Converted:
 def gemma3(config: dict, weights: Arrays) -> Converted:
     """Norm weights plus 1; the rope of sliding layers and which layers slide are not stated."""
     full = config["rope_parameters"]["full_attention"]
-    keys = _sizes(config) | {
+    keys = sizes(config) | {
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": config["head_dim"],
@@ -115,7 +115,7 @@ def gemma3(config: dict, weights: Arrays) -> Converted:
         "rope.scaling.factor": full["factor"],
     }
     weights = {name: array + 1 if name.endswith("norm.weight") else array for name, array in weights.items()}
-    return "gemma3", keys, _tensors(config, 0, weights, NAMES | GEMMA_NORMS)
+    return "gemma3", keys, tensors_of(config, 0, weights, NAMES | GEMMA_NORMS)
 
 
 def glm4_moe(config: dict, weights: Arrays) -> Converted:
@@ -134,7 +134,7 @@ def glm4_moe(config: dict, weights: Arrays) -> Converted:
     }
     own = {"post_attention_layernorm.weight": "post_attention_norm.weight"}
     own |= {f"self_attn.{x}_proj.bias": f"attn_{x}.bias" for x in "qkv"}
-    return "glm4moe", keys, _tensors(config, config["n_routed_experts"], weights, NAMES | own)
+    return "glm4moe", keys, tensors_of(config, config["n_routed_experts"], weights, NAMES | own)
 
 
 CONVERTERS = {"laguna": laguna, "glm4_moe": glm4_moe, "glm4_moe_lite": glm, "gemma3_text": gemma3}
@@ -148,7 +148,7 @@ def write_keys(writer: gguf.GGUFWriter, architecture: str, keys: dict[str, Any])
 
 
 def _common_keys(config: dict, experts: int) -> dict[str, Any]:
-    return _sizes(config) | {
+    return sizes(config) | {
         "expert_count": experts,
         "expert_used_count": config["num_experts_per_tok"],
         "expert_feed_forward_length": config["moe_intermediate_size"],
@@ -156,7 +156,7 @@ def _common_keys(config: dict, experts: int) -> dict[str, Any]:
     }
 
 
-def _sizes(config: dict) -> dict[str, Any]:
+def sizes(config: dict) -> dict[str, Any]:
     return {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -167,7 +167,7 @@ def _sizes(config: dict) -> dict[str, Any]:
     }
 
 
-def _tensors(config: dict, experts: int, weights: Arrays, names: dict[str, str] = NAMES) -> Arrays:
+def tensors_of(config: dict, experts: int, weights: Arrays, names: dict[str, str] = NAMES) -> Arrays:
     out = {TOP[name]: array for name, array in weights.items() if name in TOP}
     for i in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{i}."

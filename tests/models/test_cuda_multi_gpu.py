@@ -52,6 +52,8 @@ FAMILIES = [
     "glm4moe",
     "smollm3",
     "granite",
+    "olmo2",
+    "olmo3",
 ]
 TWO = Placement((0, 1), (1, 1))
 

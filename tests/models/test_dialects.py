@@ -166,7 +166,22 @@ def by_interval(c: Checkpoint) -> Checkpoint:
     return replace(c, config={key: value for key, value in c.config.items() if key != "no_rope_layers"})
 
 
+def of_olmo3_as_released(c: Checkpoint) -> Checkpoint:
+    """One base of all ropes, and YaRN beside it, for full layers alone."""
+    config = {key: value for key, value in c.config.items() if key not in ("rope_parameters", "layer_types")}
+    yarn = {key: value for key, value in c.config["rope_parameters"]["full_attention"].items() if key != "rope_theta"}
+    return replace(c, config=config | {"rope_theta": 1e2, "rope_scaling": yarn})
+
+
+def with_a_period(c: Checkpoint) -> Checkpoint:
+    """Which layers have a window as the period that readers assume, without a factor that they derive."""
+    keys = ("olmo2.attention.sliding_window_pattern", "olmo2.rope.scaling.yarn_attn_factor")
+    return replace(c, config={key: value for key, value in c.config.items() if key not in keys})
+
+
 SAFETENSORS = [
+    ("olmo2", with_old_rope_keys),
+    ("olmo3", of_olmo3_as_released),
     ("granite", with_old_rope_keys),
     ("smollm3", by_interval),
     ("smollm3", with_old_rope_keys),
@@ -270,6 +285,8 @@ def listed_windows(c: Checkpoint) -> Checkpoint:
 
 
 GGUF = [
+    ("olmo3", with_a_period),
+    ("olmo2", with_unit_axes),
     ("gemma3", listed_windows),
     ("gemma3", without_unit_axes),
     ("gemma3", with_unit_axes),

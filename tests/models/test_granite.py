@@ -1,4 +1,4 @@
-"""Granite's factors, which its configuration applies elsewhere than transformers does: to what is seen beside logits."""
+"""Granite's factors, which are applied elsewhere than transformers does, to what is seen beside logits."""
 
 from dataclasses import replace
 

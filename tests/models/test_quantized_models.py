@@ -697,6 +697,9 @@ def float32_copy(name, path):
         older["num_experts"] = 8
     if name == "mistral":  # whose window mlx-lm does not read
         older["sliding_window"] = None
+    if name == "olmo3":
+        yarn = config["rope_parameters"]["full_attention"]
+        older |= {"rope_theta": 100.0, "rope_scaling": yarn}
     if name == "gemma3":
         older |= {"rope_theta": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
         older |= {"rope_local_base_freq": 10000.0, "sliding_window_pattern": 6}

@@ -203,6 +203,16 @@ WRONG = [  # model, format, key, value, what the sentence says
     ("granite", "safetensors", "attention_bias", True, "attention_bias is True; supported: False"),
     ("granite", "gguf", "granite.logit_scale", 0.0, "granite.logit_scale is 0.0, expected a finite number above 0"),
     ("granite", "gguf", "granite.rope.scaling.finetuned", False, "scaling.finetuned is False; supported: True"),
+    ("olmo2", "safetensors", "attention_bias", True, "attention_bias is True; supported: False"),
+    ("olmo2", "safetensors", "hidden_act", "gelu", "hidden_act is 'gelu'; supported: silu"),
+    ("olmo2", "safetensors", "num_attention_heads", 3, "2 key/value heads do not divide 3 heads"),
+    ("olmo2", "gguf", "olmo2.attention.value_length", 4, "attention.value_length is 4; supported: 8"),
+    ("olmo3", "safetensors", "layer_types", ["full_attention"], "layer_types must name full_attention or sliding_"),
+    ("olmo3", "safetensors", "sliding_window", ..., "lacks the required key sliding_window (int)"),
+    ("olmo3", "safetensors", "rope_parameters/full_attention/mscale", 1.0, "rope_parameters.mscale is not supported"),
+    ("olmo3", "gguf", "olmo2.attention.sliding_window_pattern", [True], "window_pattern does not cover 5 layers"),
+    ("olmo3", "gguf", "olmo2.attention.sliding_window", -1, "sliding_window is -1, expected a number from 1"),
+    ("olmo3", "gguf", "olmo2.rope.scaling.yarn_attn_factor", 1.5, "yarn_attn_factor is 1.5; supported: 1.0"),
     ("smollm3", "safetensors", "no_rope_layers", [1, 0], "no_rope_layers must list 0 or 1 for each of 5 layers"),
     ("smollm3", "safetensors", "no_rope_layers", [2] * 5, "no_rope_layers must list 0 or 1 for each of 5 layers"),
     ("smollm3", "safetensors", "no_rope_layer_interval", 0, "no_rope_layer_interval is 0, expected a number from 1"),
@@ -278,7 +288,7 @@ def with_tensor(checkpoint: Checkpoint, name: str, tensor: Tensor | None) -> Che
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "qwen35moe", "qwen3next", "gemma3", "glm4moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "qwen35moe", "qwen3next", "gemma3", "glm4moe", "olmo2"])
 def test_every_tensor_counts(checkpoints, name, form):
     """Without any one tensor, and with any one too long by a row, the file is refused by that tensor's name."""
     checkpoint = checkpoints(name, form)

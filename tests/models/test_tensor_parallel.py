@@ -92,7 +92,7 @@ def test_a_vocabulary_that_ranks_do_not_divide():
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3moe", "qwen35", "qwen35moe", "qwen3next", "gemma3", "laguna-m1", "glm", "glm4moe"]
+    "name", ["qwen3", "qwen3moe", "qwen35", "qwen35moe", "qwen3next", "gemma3", "olmo3", "laguna-m1", "glm", "glm4moe"]
 )
 def test_quantized_matrices(name):
     """Groups of 32 columns go whole to a rank; what it multiplies are the same numbers."""
@@ -177,7 +177,7 @@ GGUF_FILES = [
     "laguna",
     "glm4moe",
 ]
-GGUF_FILES += ["smollm3", "granite"]
+GGUF_FILES += ["smollm3", "granite", "olmo2", "olmo3"]
 
 
 @pytest.mark.parametrize("name", GGUF_FILES)

@@ -143,6 +143,13 @@ def plain_rope(c):
     return Rope(blocks._frequencies(1e4, c.head_dim))
 
 
+def of_k_heads(right, x, w, eps):
+    """Norm each k head of 8 channels alone, of two that OLMo 2 norms together."""
+    if w.size != 16:
+        return right(x, w, eps)
+    return right(x.reshape(len(x), 2, 8), w.reshape(2, 8), eps).reshape(x.shape)
+
+
 def tiled(x):
     """Key heads (T, 2, D) in such an order that grouped value heads read those of tiled ones."""
     return np.tile(x, (1, 3, 1))
@@ -221,6 +228,14 @@ TRAPS = [  # name, model, mistake
     ("scores divided by the root of the head size", "granite", config(attention_scale=lambda c: 8**-0.5)),
     ("logits not divided", "granite", config(logit_scale=lambda c: 1.0)),
     ("logits multiplied", "granite", config(logit_scale=lambda c: 1.5)),
+    ("norms of each k head", "olmo2", op("rms_norm", of_k_heads)),
+    ("no norm of k", "olmo2", op("rms_norm", lambda f, x, w, eps: x if w.size == 16 else f(x, w, eps))),
+    ("norms after the halves left out", "olmo2", weight("attn_post_norm", "ffn_post_norm", wrong=np.ones_like)),
+    ("YaRN in layers with a window", "olmo3", config(sliding_rope=lambda c: c.rope)),
+    ("YaRN in no layer", "olmo3", config(rope=lambda c: c.sliding_rope)),
+    ("no magnitude of YaRN", "olmo3", config(rope=lambda c: unscaled(c.rope))),
+    ("a window of one key less", "olmo3", config(window=lambda c: c.window - 1)),
+    ("windows in all layers", "olmo3", config(is_sliding=lambda c: (True,) * len(c.is_sliding))),
     ("rope in every layer", "smollm3", config(no_rope=lambda c: ())),
     ("rope in every fourth layer alone", "smollm3", config(no_rope=lambda c: (0, 1, 2, 4))),
     # norms
