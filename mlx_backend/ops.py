@@ -257,8 +257,10 @@ class MlxOps(Ops):
 
     # -- experts ---------------------------------------------------------------------------------------------------
 
-    def route_softmax(self, logits: Array, top_k: int) -> tuple[Array, Array]:
+    def route_softmax(self, logits: Array, top_k: int, scale: float | None = None) -> tuple[Array, Array]:
         ids = mx.argsort(-logits, axis=-1)[:, :top_k]
+        if scale is not None:
+            return ids, scale * mx.take_along_axis(mx.softmax(logits.astype(mx.float32), axis=-1), ids, axis=-1)
         best = mx.take_along_axis(logits, ids, axis=-1)
         return ids, mx.softmax(best, axis=-1, precise=True)  # the other logits cancel when the best are renormalized
 
