@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Values = dict[str, Any]
-SIGMOID = 2  # expert_gating_func
+SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,18 @@ def _laguna_rope(values: Values) -> Values:
 
 def _glm(c: Any, values: Values) -> Values:
     """Return the keys of the form that attends to latents, as one KV head."""
-    return _sigmoid_experts(c.experts, c.dense_layers) | {
+    keys = _sigmoid_experts(c.experts, c.dense_layers)
+    if not c.sigmoid:
+        keys |= {"expert_weights_norm": False, "expert_gating_func": SOFTMAX}
+    if c.q_latent:
+        keys["attention.q_lora_rank"] = c.q_latent
+    yarn = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if (mscale := yarn.get("mscale_all_dim")) is not None:
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * mscale
+    return keys | {
         "block_count": c.layers,
         "attention.head_count": c.heads,
         "attention.head_count_kv": 1,
-        "attention.q_lora_rank": c.q_latent,
         "attention.kv_lora_rank": c.latent,
         "attention.key_length": c.latent + c.rope_dim,
         "attention.value_length": c.latent,
@@ -217,5 +224,7 @@ FAMILIES = {  # by config.json's model_type
     "olmo2": Family("olmo2", _olmo2, pre="dbrx"),
     "olmo3": Family("olmo2", _olmo2, theta=5e5, rope=_full_rope, pre="dbrx"),
     "glm4_moe": Family("glm4moe", _glm4_moe, pre="glm4"),
+    "deepseek_v2": Family("deepseek2", _glm),
+    "deepseek_v3": Family("deepseek2", _glm),
     "glm4_moe_lite": Family("deepseek2", _glm, theta=1e6, pre="glm4"),
 }

@@ -25,7 +25,7 @@ from common.tensors import Tensor
 from common.wedlm_calibration import NAME as CALIBRATION
 from common.weights import Layout, Stored, canonical, dense
 
-SPLIT = {"k_up": "embed_q", "v_up": "unembed_out"}  # what mlx-lm makes of GLM's kv_b_proj, by our names
+SPLIT = {"k_up": "embed_q", "v_up": "unembed_out"}  # what mlx-lm makes of kv_b_proj, but DeepSeek-V2's, by our names
 KEPT_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # tokenizers, templates, settings, code
 Advance = Callable[[int], object]
 Entry = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, bytes
@@ -35,7 +35,7 @@ def folder_outputs(
     checkpoint: Checkpoint, layout: Layout, weights: dict[str, Weight], choices: dict[str, Choice]
 ) -> list[Output]:
     """List every tensor of a safetensors checkpoint as the folder will store it, in the order of the files."""
-    outputs, split = [], _split(layout)
+    outputs, split = [], {} if checkpoint.config.get("model_type") == "deepseek_v2" else _split(layout)
     for name, tensor in checkpoint.tensors.items():
         new_name = _mlx_name(checkpoint, name)
         if name not in weights:

@@ -89,6 +89,8 @@ THREE_LAYERS = (
     "granite",
     "olmo2",
     "olmo3",
+    "deepseek2",
+    "deepseek3",
 )  # at least, which the draft reads
 KINDS: Mapping[str, Kind] = {
     "multi-token prediction": Kind("chain", _block, ("qwen35", "qwen35moe", "glm", "glm4moe")),

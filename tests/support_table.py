@@ -34,6 +34,7 @@ ON_STAND_IN = {  # families of docs/models.md
     "SmolLM3 (`smollm3`)": ("smollm3",),
     "Granite 3 (`granite`)": ("granite",),
     "OLMo 2 and 3 (`olmo2`, `olmo3`)": ("olmo2", "olmo3"),
+    "DeepSeek-V2-Lite, Moonlight (`deepseek_v2`, `deepseek_v3`)": ("deepseek2", "deepseek3"),
 }
 NO_GPU_RUN = {"glm4moe": "GLM-4.5"}  # tiny models whose kernels ran on the CPU stand-in alone, and their releases
 CLOSE = 1e-3  # logits: far above rounding, far below the quietest mistake in tests/models/test_traps.py

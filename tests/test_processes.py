@@ -82,6 +82,7 @@ def assert_same_bits(tmp_path, name, size, draft=""):
         ("granite", 2),
         ("olmo2", 2),
         ("olmo3", 2),
+        ("deepseek2", 2),
         ("laguna", 2),
         ("wide glm", 2),
         ("wide glm", 3),

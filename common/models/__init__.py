@@ -13,7 +13,7 @@ from common.expert_stream import ExpertStream
 from common.experts import ExpertSupply
 from common.fit import Blueprint
 from common.kv_cache import CacheOptions, check_pairs, packed
-from common.models import gemma3, glm, glm4_moe, granite, laguna, llama, olmo2, qwen35
+from common.models import deepseek, gemma3, glm, glm4_moe, granite, laguna, llama, olmo2, qwen35
 from common.ops import Array, Ops
 from common.shards import Ranks
 from common.step import MAX_DECODE_ROWS, Pool, Repeated, State, Step
@@ -23,6 +23,8 @@ from common.weights import Layout, Matrix, load_weights
 
 ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config.json model_type
     "deepseek2": glm,
+    "deepseek_v2": deepseek,
+    "deepseek_v3": deepseek,
     "gemma3": gemma3,
     "gemma3_text": gemma3,
     "glm4_moe": glm4_moe,

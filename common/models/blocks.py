@@ -29,7 +29,7 @@ class Experts:
     top_k: int
     ffn: int
     shared_ffn: int = 0
-    scale: float = 1.0  # sum of the chosen experts' weights
+    scale: float = 1.0  # sum of the chosen experts' weights, or factor on their probabilities
 
     def __post_init__(self) -> None:
         if self.top_k > self.count:
@@ -89,6 +89,20 @@ def sigmoid_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
     """
     matrices = w.router, w.experts_gate_up, w.experts_down, w.gate_up, w.down
     return ops.moe_ffn(x, ExpertWeights(*matrices, bias=w.router_bias), e.top_k, e.scale)
+
+
+def probability_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
+    """Return the best experts of each row by a softmax, plus the shared ones as they are, of this rank's channels.
+
+    Their weights are e.scale times their probabilities among all experts: x (T, hidden) -> (T, hidden).
+    """
+    matrices = w.router, w.experts_gate_up, w.experts_down, w.gate_up, w.down
+    return ops.moe_ffn(x, ExpertWeights(*matrices), e.top_k, e.scale)
+
+
+def probability_moe_weights(tensor: Names, hidden: int, e: Experts, ranks: Ranks = ONE) -> Table:
+    """List the weights of a mixture with a softmax router and with shared experts."""
+    return {**routed_weights(tensor, hidden, e, ranks), **shared_weights(tensor, hidden, e.shared_ffn, ranks)}
 
 
 def sigmoid_moe_weights(tensor: Names, hidden: int, e: Experts, ranks: Ranks = ONE) -> Table:
@@ -314,7 +328,7 @@ def hf_rope(keys: Keys, dim: int, default_theta: float = 10000.0) -> Rope:
         slow = keys.positive(f"{group}.beta_slow", 1.0)
         keys.expect(f"{group}.truncate", True)
         # used as it is: llama.cpp multiplies the attention factor of a GGUF by the derived one (KL 0.94)
-        magnitude = keys.positive(f"{group}.attention_factor", _yarn_magnitude(factor))
+        magnitude = keys.positive(f"{group}.attention_factor", yarn_magnitude(factor))
         return Rope(_yarn(theta, dim, factor, original, fast, slow), magnitude)
     raise BimetalError(f"{keys.where}: rope type {kind!r}; supported: default, linear, llama3, yarn")
 
@@ -343,7 +357,7 @@ def gguf_rope(keys: Keys, dim: int, factors: Tensor | None, default_theta: float
         slow = keys.positive("rope.scaling.yarn_beta_slow", 1.0)
         for key in ("attn_factor", "yarn_ext_factor"):
             keys.expect(f"rope.scaling.{key}", 1.0)
-        magnitude = _yarn_magnitude(factor)
+        magnitude = yarn_magnitude(factor)
         if not math.isclose(keys.positive("rope.scaling.yarn_attn_factor", 1.0), magnitude, rel_tol=1e-6):
             keys.expect("rope.scaling.yarn_attn_factor", 1.0)  # llama.cpp replaces it by the derived one
         return Rope(_yarn(theta, dim, factor, original, fast, slow), magnitude)
@@ -390,5 +404,6 @@ def _yarn(theta: float, dim: int, factor: float, original: int, fast: float, slo
     return tuple(frequencies)
 
 
-def _yarn_magnitude(factor: float) -> float:
-    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's attention factor of positions that are divided by `factor`."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0

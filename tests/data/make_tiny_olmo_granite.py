@@ -9,6 +9,10 @@ import transformers
 from make_tiny_laguna_glm import write
 from make_tiny_models import KV_HEADS, SIZES, TIED
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     Olmo2Config,
@@ -24,6 +28,11 @@ YARN = {
     **{"beta_fast": 4.0, "beta_slow": 1.0},
 }
 THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+LATENT = {
+    **{"vocab_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4},
+    **{"q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "moe_intermediate_size": 16},
+}
 MODELS: dict[str, tuple[Any, Any]] = {
     "smollm3": (  # its fourth layer has no rope
         SmolLM3ForCausalLM,
@@ -51,8 +60,22 @@ MODELS: dict[str, tuple[Any, Any]] = {
             },
         ),
     ),
+    "deepseek2": (  # as V2-Lite: queries without a latent, YaRN of scores alone
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config(
+            **(SIZES | LATENT | {"routed_scaling_factor": 1.5}),
+            **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+            rope_parameters=YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        ),
+    ),
+    "deepseek3": (  # as Moonlight
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(
+            **(SIZES | LATENT | THETA | {"routed_scaling_factor": 2.446}),
+            **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_mtp_layers": 0},
+        ),
+    ),
 }
-
 SEEDS = {"olmo3": 301}  # of others than a model's number
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter makes of Laguna, GLM-4.7-Flash (`deepseek2`), GLM-4.5 and Gemma 3: keys and tensors.
+"""What llama.cpp's converter makes of Laguna, GLM-4.7-Flash and DeepSeek's models (`deepseek2`), GLM-4.5 and Gemma 3.
 
 Independent of `common/models`, like gguf_files.py, which writes them. A test may change both before they are written.
 """
@@ -78,13 +78,12 @@ def glm(config: dict, weights: Arrays) -> Converted:
     keys = _common_keys(config, config["n_routed_experts"]) | {
         "attention.head_count": heads,
         "attention.head_count_kv": 1,
-        "attention.q_lora_rank": config["q_lora_rank"],
         "attention.kv_lora_rank": R,
         "attention.key_length": R + rope_dim,
         "attention.value_length": R,
         "attention.key_length_mla": N + rope_dim,
         "attention.value_length_mla": V,
-        "leading_dense_block_count": config["mlp_layer_types"].count("dense"),
+        "leading_dense_block_count": _dense_layers(config),
         "expert_shared_count": config["n_shared_experts"],
         "expert_group_count": 1,
         "expert_group_used_count": 1,
@@ -93,12 +92,35 @@ def glm(config: dict, weights: Arrays) -> Converted:
         "rope.freq_base": config["rope_parameters"]["rope_theta"],
         "rope.dimension_count": rope_dim,
     }
+    if config["q_lora_rank"] is not None:
+        keys["attention.q_lora_rank"] = config["q_lora_rank"]
+    if config["model_type"] == "deepseek_v2":
+        keys["expert_gating_func"] = 1
+        del keys["expert_weights_norm"]
+    if config["rope_parameters"]["rope_type"] == "yarn":
+        keys |= _yarn(config["rope_parameters"])
     tensors = tensors_of(config, config["n_routed_experts"], weights)
     for i in range(config["num_hidden_layers"]):
         kv_b = tensors.pop(f"blk.{i}.attn_kv_b.weight").reshape(heads, N + V, R)
         tensors[f"blk.{i}.attn_k_b.weight"] = kv_b[:, :N].swapaxes(1, 2)
         tensors[f"blk.{i}.attn_v_b.weight"] = kv_b[:, N:]
     return "deepseek2", keys, tensors
+
+
+def _dense_layers(config: dict) -> int:
+    kinds = config.get("mlp_layer_types")
+    return kinds.count("dense") if kinds else config["first_k_dense_replace"]
+
+
+def _yarn(rope: dict) -> dict[str, Any]:
+    return {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        "rope.scaling.yarn_beta_fast": rope["beta_fast"],
+        "rope.scaling.yarn_beta_slow": rope["beta_slow"],
+        "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
+    }
 
 
 def gemma3(config: dict, weights: Arrays) -> Converted:
@@ -138,6 +160,7 @@ def glm4_moe(config: dict, weights: Arrays) -> Converted:
 
 
 CONVERTERS = {"laguna": laguna, "glm4_moe": glm4_moe, "glm4_moe_lite": glm, "gemma3_text": gemma3}
+CONVERTERS |= {"deepseek_v2": glm, "deepseek_v3": glm}
 
 
 def write_keys(writer: gguf.GGUFWriter, architecture: str, keys: dict[str, Any]) -> None:

@@ -54,6 +54,8 @@ FAMILIES = [
     "granite",
     "olmo2",
     "olmo3",
+    "deepseek2",
+    "deepseek3",
 ]
 TWO = Placement((0, 1), (1, 1))
 

@@ -57,6 +57,8 @@ FAMILIES = [
     "granite",
     "olmo2",
     "olmo3",
+    "deepseek2",
+    "deepseek3",
 ]
 # Partial sums are added in another order than one product adds them, then rows are quantized for the next product: as
 # two GPUs of different stripes. Gated DeltaNet's norms of small heads amplify it.

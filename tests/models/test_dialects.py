@@ -179,7 +179,29 @@ def with_a_period(c: Checkpoint) -> Checkpoint:
     return replace(c, config={key: value for key, value in c.config.items() if key not in keys})
 
 
+def older_deepseek(c: Checkpoint) -> Checkpoint:
+    """Files of DeepSeek-V2-Lite before attention to latents: one matrix for keys and values, one KV head per head."""
+    tensors = {key: tensor for key, tensor in c.tensors.items() if "attn_k_b" not in key and "attn_v_b" not in key}
+    for i in range(3):
+        k, v = (dequantize(c.tensors[f"blk.{i}.attn_{part}_b.weight"]) for part in "kv")
+        kv = np.concatenate([k.swapaxes(1, 2), v], axis=1)
+        tensors[f"blk.{i}.attn_kv_b.weight"] = dense(f"blk.{i}.attn_kv_b.weight", kv.reshape(-1, kv.shape[-1]))
+    drop = ("_mla", "expert_gating_func", "expert_group_count", "expert_group_used_count")
+    config = {key: value for key, value in c.config.items() if not key.endswith(drop)}
+    keys = {"head_count_kv": 4, "key_length": 24, "value_length": 24}
+    return replace(c, config=config | {f"deepseek2.attention.{k}": v for k, v in keys.items()}, tensors=tensors)
+
+
+def without_gating(c: Checkpoint) -> Checkpoint:
+    """The biases of the router say that a sigmoid chooses experts."""
+    return replace(c, config={key: value for key, value in c.config.items() if "gating_func" not in key})
+
+
 SAFETENSORS = [
+    ("deepseek2", with_old_rope_keys),
+    ("deepseek2", with_stacked_experts),
+    ("deepseek2", in_modules),
+    ("deepseek3", with_old_rope_keys),
     ("olmo2", with_old_rope_keys),
     ("olmo3", of_olmo3_as_released),
     ("granite", with_old_rope_keys),
@@ -285,6 +307,9 @@ def listed_windows(c: Checkpoint) -> Checkpoint:
 
 
 GGUF = [
+    ("deepseek2", older_deepseek),
+    ("deepseek2", fused_experts),
+    ("deepseek3", without_gating),
     ("olmo3", with_a_period),
     ("olmo2", with_unit_axes),
     ("gemma3", listed_windows),

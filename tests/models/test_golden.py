@@ -17,6 +17,7 @@ LOGIT |= {"qwen3moe": 1e-4, "qwen2": 1e-4, "mistral": 1e-4}
 LOGIT |= {"laguna": 5e-4, "laguna-m1": 1e-4, "glm": 5e-4}  # of glm 3e-4 is a GGUF file's other epsilon of latent norms
 LOGIT |= {"qwen3next": 5e-4, "gemma3": 1e-4, "glm4moe": 1e-4}
 LOGIT |= {"smollm3": 1e-4, "granite": 1e-4, "olmo2": 1e-4, "olmo3": 1e-4}
+LOGIT |= {"deepseek2": 1e-4, "deepseek3": 1e-4}
 DELTA = ("qwen35", "qwen35moe", "qwen3next")
 PIECES_LOGIT = LOGIT | dict.fromkeys(DELTA, 2e-3)  # MLX on the CPU multiplies long steps by another program
 KL = 1e-9  # nats per position

@@ -44,7 +44,7 @@ from generate.__main__ import main
 
 IDS = tiny.golden("qwen3")["ids"][:96]
 MIXTURES = ["laguna", "laguna-m1", "glm", "glm4moe", "qwen3next"]
-EXPERTS = ["qwen3moe", "qwen35moe", "qwen3next", "laguna", "glm", "glm4moe"]
+EXPERTS = ["qwen3moe", "qwen35moe", "qwen3next", "laguna", "glm", "glm4moe", "deepseek2", "deepseek3"]
 GGUF_MODELS = [name for name in tiny.MODELS if name not in MIXTURES] + MIXTURES
 
 
@@ -87,7 +87,9 @@ def as_encoded(name, path):
 
     for key in find_weights(checkpoint, definition.layout(definition.read_config(checkpoint), checkpoint)):
         values = dequantize(tensors[key])
-        if key.endswith("kv_b_proj.weight"):  # two modules of mlx-lm's; rows of the first, 16 values, stay as they are
+        if (
+            key.endswith("kv_b_proj.weight") and key not in written
+        ):  # two modules of mlx-lm's; rows of the first, 16 values, stay as they are
             assert written[key.replace("kv_b_proj", "embed_q")].scales is None
             of_values = np.arange(len(values)) % (len(values) // checkpoint.config["num_attention_heads"]) >= 16
             at = np.flatnonzero(of_values)
@@ -697,13 +699,19 @@ def float32_copy(name, path):
         older["num_experts"] = 8
     if name == "mistral":  # whose window mlx-lm does not read
         older["sliding_window"] = None
+    if name == "deepseek2":
+        older |= {"rope_theta": 100.0, "rope_scaling": config["rope_parameters"]}
     if name == "olmo3":
         yarn = config["rope_parameters"]["full_attention"]
         older |= {"rope_theta": 100.0, "rope_scaling": yarn}
     if name == "gemma3":
         older |= {"rope_theta": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
         older |= {"rope_local_base_freq": 10000.0, "sliding_window_pattern": 6}
-    return rewritten(tiny.FOLDER / name, path, **older)
+    folder = rewritten(tiny.FOLDER / name, path, **older)
+    if name.startswith("deepseek"):  # of which mlx-lm reads a null: queries have no latent
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(values | {"q_lora_rank": None}))
+    return folder
 
 
 @pytest.mark.model

@@ -251,6 +251,17 @@ TRAPS = [  # name, model, mistake
     ("experts' gate and up swapped", "qwen35moe", weight("experts_gate_up", wrong=swap_halves)),
     ("router not renormalized, no shared expert", "qwen3moe", op("route_softmax", top_of_softmax)),
     ("shared expert without its gate", "qwen35moe", op("mul_sigmoid", lambda f, x, g: f(x, g) if g.ndim > 2 else x)),
+    ("probabilities among the chosen experts", "deepseek2", op("route_softmax", lambda f, x, k, scale: f(x, k))),
+    ("probabilities not scaled", "deepseek2", op("route_softmax", lambda f, x, k, scale: f(x, k, 1.0))),
+    ("scores without YaRN's factor", "deepseek2", config(score_factor=lambda c: 1.0)),
+    ("YaRN's factor of scores not squared", "deepseek2", config(score_factor=lambda c: c.score_factor**0.5)),
+    ("YaRN's magnitude of the rope too", "deepseek2", config(rope=lambda c: replace(c.rope, magnitude=1.147))),
+    ("positions not divided", "deepseek2", config(rope=lambda c: Rope(blocks._frequencies(1e2, 8)))),
+    (
+        "no scale of routed experts of DeepSeek-V3",
+        "deepseek3",
+        op("route_sigmoid", lambda f, x, b, k, s: f(x, b, k, 1.0)),
+    ),
     # feed-forward, head, rope scaling
     ("gate and up swapped", "llama", op("swiglu", lambda f, gate, up: f(up, gate))),
     ("gate and up swapped in GeGLU", "gemma3", op("geglu", lambda f, gate, up: f(up, gate))),
