@@ -24,6 +24,11 @@ _TEKKEN = (
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
 )
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# DeepSeek lists the letters with a case of an older Unicode; newer ones are excluded here.
+_NEWER = "\u2d00-\u2d2d\ua790-\ua7ff\uab30-\uab68\U00010570-\U00016e7f\U0001d400-\U0001df1e"
+_CASED = rf"\s?(?:(?![{_NEWER}])[\p{{Lu}}\p{{Ll}}\p{{Lt}}])+"
+_MARKS = r"\s?[!-/:-~" + "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _NEWLINE_RUN = r"(?:\r?\n)+(?!\r?\n)"
 
 
@@ -52,6 +57,7 @@ _PRE = {
     "chatglm-bpe": _Pre((_LLAMA3,)),
     "dbrx": _Pre((_LLAMA3,)),
     "smaug-bpe": _Pre((_LLAMA3,)),
+    "deepseek-llm": _Pre((r"[\r\n]", _CASED, _MARKS, r"\s+$", _EAST_ASIAN, r"\p{N}+")),
     "laguna": _Pre((_NEWLINE_RUN, _QWEN2)),
 }
 
