@@ -53,8 +53,13 @@ def _llama(c: Any, values: Values) -> Values:
 def _granite(c: Any, values: Values) -> Values:
     """Return the factors, and the epsilon, as config.json states them."""
     names = {"embedding": "embedding_multiplier", "residual": "residual_multiplier", "logit": "logits_scaling"}
+    experts: Values = {}
+    if c.experts:
+        experts = {"expert_count": c.experts.count, "expert_used_count": c.experts.top_k}
+        experts["feed_forward_length"] = c.experts.ffn
     return (
         _llama(c, values)
+        | experts
         | {f"{key}_scale": float(values.get(name, 1.0)) for key, name in names.items()}
         | {"attention.scale": c.attention_scale, "attention.layer_norm_rms_epsilon": values.get("rms_norm_eps", 1e-6)}
     )
@@ -218,6 +223,7 @@ FAMILIES = {  # by config.json's model_type
     "qwen3_5_moe": Family("qwen35moe", _qwen35),
     "qwen3_5_moe_text": Family("qwen35moe", _qwen35),
     "granite": Family("granite", _granite, pre="refact"),
+    "granitemoe": Family("granitemoe", _granite, pre="refact"),
     "laguna": Family("laguna", _laguna, rope=_laguna_rope),
     "gemma3": Family("gemma3", _gemma3, theta=1e6, rope=_gemma3_rope),
     "gemma3_text": Family("gemma3", _gemma3, theta=1e6, rope=_gemma3_rope),

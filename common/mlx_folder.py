@@ -26,6 +26,7 @@ from common.wedlm_calibration import NAME as CALIBRATION
 from common.weights import Layout, Stored, canonical, dense
 
 SPLIT = {"k_up": "embed_q", "v_up": "unembed_out"}  # what mlx-lm makes of kv_b_proj, but DeepSeek-V2's, by our names
+STACKS = {"input_linear.weight": "gate_up_proj", "output_linear.weight": "down_proj"}  # of Granite's experts
 KEPT_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # tokenizers, templates, settings, code
 Advance = Callable[[int], object]
 Entry = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, bytes
@@ -126,9 +127,12 @@ def _as_mlx_lm(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Tensor | No
 
 
 def _as_modules(name: str, tensor: Tensor, format: Format | None) -> list[tuple[str, Tensor]]:
-    """Divide a fused stack of experts (`experts.gate_up_proj`) into the modules of mlx-lm."""
+    """Divide a fused stack of experts (`experts.gate_up_proj`, Granite's `input_linear`) into the modules of mlx-lm."""
     stem, _, leaf = name.rpartition(".experts.")
-    if format is None or name.endswith(".weight") or not stem or len(tensor.shape) != 3:
+    if name.endswith(tuple(STACKS)):
+        stem, _, leaf = name.removesuffix(".weight").rpartition(".")
+        leaf = STACKS[f"{leaf}.weight"]
+    elif format is None or name.endswith(".weight") or not stem or len(tensor.shape) != 3:
         return [(name, tensor)]
     if leaf != "gate_up_proj":
         return [(f"{stem}.switch_mlp.{leaf}.weight", tensor)]

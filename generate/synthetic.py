@@ -216,6 +216,24 @@ METADATA: dict[str, dict[str, Any]] = {
         "granite.rope.freq_base": 1e7,
         "granite.context_length": 131072,
     },
+    "granite-3.1-3b-a800m": {
+        "general.architecture": "granitemoe",
+        "granitemoe.vocab_size": 49155,
+        "granitemoe.embedding_length": 1536,
+        "granitemoe.block_count": 32,
+        "granitemoe.attention.head_count": 24,
+        "granitemoe.attention.head_count_kv": 8,
+        "granitemoe.attention.scale": 0.015625,
+        "granitemoe.feed_forward_length": 512,
+        "granitemoe.expert_count": 40,
+        "granitemoe.expert_used_count": 8,
+        "granitemoe.attention.layer_norm_rms_epsilon": 1e-6,
+        "granitemoe.embedding_scale": 12.0,
+        "granitemoe.residual_scale": 0.22,
+        "granitemoe.logit_scale": 6.0,
+        "granitemoe.rope.freq_base": 1e7,
+        "granitemoe.context_length": 131072,
+    },
     "olmo-3-7b": {
         "general.architecture": "olmo2",
         "olmo2.vocab_size": 100278,
@@ -259,7 +277,7 @@ METADATA: dict[str, dict[str, Any]] = {
         "deepseek2.context_length": 163840,
     },
 }
-TIED = ("gemma3", "granite", "smollm3")  # architectures whose embedding is the head
+TIED = ("gemma3", "granite", "granitemoe", "smollm3")  # architectures whose embedding is the head
 HEAD = "output.weight", "token_embd.weight"  # its name if it is not the embedding, and if it is
 RECIPES = ("q4_k_m", "q5_k_m", "q4_0", "q8_0")
 

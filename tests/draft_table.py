@@ -91,6 +91,7 @@ THREE_LAYERS = (
     "olmo3",
     "deepseek2",
     "deepseek3",
+    "granitemoe",
 )  # at least, which the draft reads
 KINDS: Mapping[str, Kind] = {
     "multi-token prediction": Kind("chain", _block, ("qwen35", "qwen35moe", "glm", "glm4moe")),

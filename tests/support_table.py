@@ -32,7 +32,7 @@ FAMILIES = {  # the family, and the tiny models that stand for it
 }
 ON_STAND_IN = {  # families of docs/models.md
     "SmolLM3 (`smollm3`)": ("smollm3",),
-    "Granite 3 (`granite`)": ("granite",),
+    "Granite 3, dense and MoE (`granite`, `granitemoe`)": ("granite", "granitemoe"),
     "OLMo 2 and 3 (`olmo2`, `olmo3`)": ("olmo2", "olmo3"),
     "DeepSeek-V2-Lite, Moonlight (`deepseek_v2`, `deepseek_v3`)": ("deepseek2", "deepseek3"),
 }

@@ -83,6 +83,7 @@ def assert_same_bits(tmp_path, name, size, draft=""):
         ("olmo2", 2),
         ("olmo3", 2),
         ("deepseek2", 2),
+        ("granitemoe", 2),
         ("laguna", 2),
         ("wide glm", 2),
         ("wide glm", 3),

@@ -18,6 +18,10 @@ from generate.synthetic import METADATA, synthetic, synthetic_checkpoint
 from generate.timing import announced
 
 SMALL = {  # keys of a real shape, smaller
+    "granite-3.1-3b-a800m": {
+        **{"vocab_size": 96, "embedding_length": 256, "block_count": 2, "feed_forward_length": 256},
+        **{"attention.head_count": 4, "attention.head_count_kv": 2, "expert_count": 8, "expert_used_count": 2},
+    },
     "deepseek-v2-lite": {
         **{"vocab_size": 96, "embedding_length": 256, "block_count": 3, "feed_forward_length": 256},
         **{"attention.head_count": 4, "attention.kv_lora_rank": 256, "expert_count": 8, "expert_used_count": 2},
@@ -81,6 +85,7 @@ def small(monkeypatch):
         ("smollm3-3b", 1.907),
         ("granite-3.3-8b", 4.94),
         ("olmo-3-7b", 4.47),
+        ("granite-3.1-3b-a800m", 2.02),
         ("deepseek-v2-lite", 10.36),
     ],
 )

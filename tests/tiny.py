@@ -20,7 +20,7 @@ from common.step import State, Step
 FOLDER = Path(__file__).parent / "data" / "models"
 MODELS = ["llama", "llama-untied", "qwen3", "qwen3-yarn", "qwen35", "qwen35moe", "laguna", "laguna-m1", "glm"]
 MODELS += ["qwen3moe", "qwen2", "mistral", "qwen3next", "gemma3", "glm4moe"]
-MODELS += ["smollm3", "granite", "olmo2", "olmo3", "deepseek2", "deepseek3"]
+MODELS += ["smollm3", "granite", "olmo2", "olmo3", "deepseek2", "deepseek3", "granitemoe"]
 CAPACITY = 640
 
 

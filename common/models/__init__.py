@@ -31,6 +31,7 @@ ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config
     "glm4_moe_lite": glm,
     "glm4moe": glm4_moe,
     "granite": granite,
+    "granitemoe": granite,
     "laguna": laguna,
     "llama": llama,
     "mistral": llama,

@@ -6,6 +6,7 @@ other weights. In Qwen3's mixtures every layer has experts, chosen by a softmax,
 SmolLM3 (`smollm3`) is Llama without rope in every fourth layer.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -35,7 +36,8 @@ from common.weights import Fix, Layout, Matrix, Names, Table, Vector, rows
 
 WEDLM_MASK = 151665
 NORMS_HEADS = ("qwen3", "qwen3_moe", "qwen3moe")  # WeDLM's files tell
-ADJACENT = ("granite", "llama", "smollm3")  # whose rope pairs are adjacent rows of a head in GGUF files
+ADJACENT = ("granite", "granitemoe", "llama", "smollm3")  # whose rope pairs are adjacent rows of a head in GGUF files
+EXPERT_FFN = {"qwen3moe": "expert_feed_forward_length", "granitemoe": "feed_forward_length"}  # keys of GGUF files
 NO_ROPE = 4  # every fourth layer of SmolLM3 has no rope, which its GGUF files do not state
 CLASSIFIERS = {"gguf": "cls.output.weight", "safetensors": "score.weight"}  # heads with a row for each label
 
@@ -182,7 +184,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     layers = keys.size("block_count")
     sizes = head_sizes(checkpoint, keys, layers)
     keys.expect("attention.causal", True)
-    experts = _gguf_experts(keys) if architecture == "qwen3moe" else None
+    experts = _gguf_experts(keys, architecture) if architecture in EXPERT_FFN else None
     if experts is None:
         keys.expect("expert_count", 0)
     table = checkpoint.tensors.get("token_embd.weight")
@@ -212,13 +214,14 @@ def _gguf_window(keys: Keys, context: int) -> int | None:
     return None if keys.get(key) == 0 else _window(keys, key, context)
 
 
-def _gguf_experts(keys: Keys) -> Experts:
+def _gguf_experts(keys: Keys, architecture: str) -> Experts:
     keys.expect("expert_gating_func", 1)
     keys.expect("expert_weights_norm", True)
     keys.expect("expert_weights_scale", 0.0, 1.0)
     keys.expect("expert_shared_count", 0)
+    keys.expect("expert_shared_feed_forward_length", 0)
     keys.expect("leading_dense_block_count", 0)
-    return Experts(keys.size("expert_count"), keys.size("expert_used_count"), keys.size("expert_feed_forward_length"))
+    return Experts(keys.size("expert_count"), keys.size("expert_used_count"), keys.size(EXPERT_FFN[architecture]))
 
 
 def _gguf_mask_id(checkpoint: Checkpoint, keys: Keys) -> int:
@@ -229,7 +232,8 @@ def _gguf_mask_id(checkpoint: Checkpoint, keys: Keys) -> int:
     return int(mask)
 
 
-def layout(c: Config, checkpoint: Checkpoint) -> Layout:
+def layout(c: Config, checkpoint: Checkpoint, moe_weights: Callable[..., Table] = routed_weights) -> Layout:
+    """Describe the weights; moe_weights lists those of a layer's experts and their router."""
     dialect = "gguf" if checkpoint.format == "gguf" else "hf"
     base, head = _prefixes(checkpoint)
     tensor = Names(dialect, "", checkpoint.tensors)
@@ -241,16 +245,16 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     }
     prefix = "blk.{}." if dialect == "gguf" else base + "layers.{}."
     names = [Names(dialect, prefix.format(i), checkpoint.tensors) for i in range(c.layers)]
-    return Layout(top, [_layer_weights(c, tensor) for tensor in names], _ignored)
+    return Layout(top, [_layer_weights(c, tensor, moe_weights) for tensor in names], _ignored)
 
 
-def _layer_weights(c: Config, tensor: Names) -> Table:
+def _layer_weights(c: Config, tensor: Names, moe_weights: Callable[..., Table]) -> Table:
     return {
         **attention_weights(c, tensor, pairs_adjacent=c.architecture in ADJACENT),
         "attn_norm": Vector(tensor("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
         "ffn_norm": Vector(tensor("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
         **(
-            routed_weights(tensor, c.hidden, c.experts, c.ranks)
+            moe_weights(tensor, c.hidden, c.experts, c.ranks)
             if c.experts
             else ffn_weights(tensor, c.hidden, c.ffn, c.ranks)
         ),

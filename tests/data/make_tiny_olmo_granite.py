@@ -15,6 +15,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -28,6 +30,10 @@ YARN = {
     **{"beta_fast": 4.0, "beta_slow": 1.0},
 }
 THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+GRANITE = {  # an epsilon that matters, because norms are of x divided by the residual multiplier
+    **{"embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.5},
+    **{"rms_norm_eps": 1e-2, "logits_scaling": 1.5},
+}
 LATENT = {
     **{"vocab_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4},
     **{"q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24},
@@ -38,12 +44,10 @@ MODELS: dict[str, tuple[Any, Any]] = {
         SmolLM3ForCausalLM,
         SmolLM3Config(**SIZES, **KV_HEADS, **THETA, **TIED, vocab_size=96, num_hidden_layers=5, pad_token_id=None),
     ),
-    "granite": (  # an epsilon that matters, because norms are of x divided by the residual multiplier
+    "granite": (
         GraniteForCausalLM,
         GraniteConfig(
-            **(SIZES | KV_HEADS | THETA | TIED),
-            **{"vocab_size": 96, "num_hidden_layers": 3, "rms_norm_eps": 1e-2, "logits_scaling": 1.5},
-            **{"embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.5},
+            **(SIZES | KV_HEADS | THETA | TIED | GRANITE | {"vocab_size": 96, "num_hidden_layers": 3}),
         ),
     ),
     "olmo2": (
@@ -73,6 +77,13 @@ MODELS: dict[str, tuple[Any, Any]] = {
         DeepseekV3Config(
             **(SIZES | LATENT | THETA | {"routed_scaling_factor": 2.446}),
             **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_mtp_layers": 0},
+        ),
+    ),
+    "granitemoe": (
+        GraniteMoeForCausalLM,
+        GraniteMoeConfig(
+            **(SIZES | KV_HEADS | THETA | TIED | GRANITE | {"intermediate_size": 16}),
+            **{"vocab_size": 96, "num_hidden_layers": 3, "num_local_experts": 8, "num_experts_per_tok": 3},
         ),
     ),
 }

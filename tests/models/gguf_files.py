@@ -40,6 +40,8 @@ NAMES = {
     "mlp.up_proj.weight": "ffn_up.weight",
     "mlp.down_proj.weight": "ffn_down.weight",
     "mlp.gate.weight": "ffn_gate_inp.weight",
+    "block_sparse_moe.router.layer.weight": "ffn_gate_inp.weight",
+    "block_sparse_moe.output_linear.weight": "ffn_down_exps.weight",
     "mlp.shared_expert.gate_proj.weight": "ffn_gate_shexp.weight",
     "mlp.shared_expert.up_proj.weight": "ffn_up_shexp.weight",
     "mlp.shared_expert.down_proj.weight": "ffn_down_shexp.weight",
@@ -53,7 +55,7 @@ ARCHITECTURES = {  # by config.json's model_type, where the names differ
 }
 CONVERTERS = gguf_laguna_glm.CONVERTERS | gguf_olmo.CONVERTERS  # by config.json's model_type
 DENSE = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
-ADJACENT = ("granite", "llama", "smollm3")  # architectures whose rope pairs are adjacent rows of a head
+ADJACENT = ("granite", "granitemoe", "llama", "smollm3")  # architectures whose rope pairs are adjacent rows of a head
 DELTA = ("qwen3next", "qwen35")  # architectures with Gated DeltaNet layers
 TYPES = {kind.name: kind for kind in gguf.GGMLQuantizationType}
 
@@ -148,7 +150,7 @@ def _write_keys(writer: gguf.GGUFWriter, config: dict, architecture: str, mtp: b
         writer.add_feed_forward_length(config["intermediate_size"])
     if architecture == "llama" and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
-    if architecture == "granite":
+    if architecture.startswith("granite"):
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
@@ -172,7 +174,8 @@ def _write_keys(writer: gguf.GGUFWriter, config: dict, architecture: str, mtp: b
     if "num_experts" in config or "num_local_experts" in config:
         writer.add_expert_count(_experts(config))
         writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        if "moe_intermediate_size" in config:
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if architecture in ("qwen35moe", "qwen3next"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
 
@@ -196,6 +199,9 @@ def _tensors(config: dict, architecture: str, weights: dict[str, np.ndarray]) ->
         if "linear_attn.in_proj_qkvz.weight" in layer:
             parts = _apart(config, layer["linear_attn.in_proj_qkvz.weight"])
             out |= {f"blk.{i}.attn_{part}.weight": array for part, array in parts.items()}
+        if "block_sparse_moe.input_linear.weight" in layer:
+            gate, up = np.split(layer["block_sparse_moe.input_linear.weight"], 2, axis=1)
+            out |= {f"blk.{i}.ffn_gate_exps.weight": gate, f"blk.{i}.ffn_up_exps.weight": up}
         if "mlp.experts.0.gate_proj.weight" in layer:
             for part in ("gate", "up", "down"):
                 stack = [layer[f"mlp.experts.{e}.{part}_proj.weight"] for e in range(_experts(config))]

@@ -56,6 +56,7 @@ FAMILIES = [
     "olmo3",
     "deepseek2",
     "deepseek3",
+    "granitemoe",
 ]
 TWO = Placement((0, 1), (1, 1))
 

@@ -197,7 +197,22 @@ def without_gating(c: Checkpoint) -> Checkpoint:
     return replace(c, config={key: value for key, value in c.config.items() if "gating_func" not in key})
 
 
+def granite_in_modules(c: Checkpoint) -> Checkpoint:
+    """mlx-lm's conversion of a Granite mixture: gate and up apart."""
+    tensors = dict(c.tensors)
+    for i in range(3):
+        name = f"model.layers.{i}.block_sparse_moe."
+        gate, up = np.split(dequantize(tensors.pop(name + "input_linear.weight")), 2, axis=1)
+        down = dequantize(tensors.pop(name + "output_linear.weight"))
+        for part, array in (("gate", gate), ("up", up), ("down", down)):
+            key = f"{name}switch_mlp.{part}_proj.weight"
+            tensors[key] = dense(key, array)
+    return replace(c, tensors=tensors)
+
+
 SAFETENSORS = [
+    ("granitemoe", granite_in_modules),
+    ("granitemoe", with_old_rope_keys),
     ("deepseek2", with_old_rope_keys),
     ("deepseek2", with_stacked_experts),
     ("deepseek2", in_modules),

@@ -23,7 +23,7 @@ class Counted(NumpyOps):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3moe", "qwen35moe", "qwen3next", "laguna", "glm", "glm4moe", "deepseek2"]
+    "name", ["qwen3", "qwen3moe", "qwen35moe", "qwen3next", "laguna", "glm", "glm4moe", "deepseek2", "granitemoe"]
 )
 def test_experts_are_loaded_as_experts(name):
     """Two stacks per sparse layer, gates with ups and downs, and no other weight: latent heads are stacks too."""

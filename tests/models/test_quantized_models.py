@@ -44,7 +44,7 @@ from generate.__main__ import main
 
 IDS = tiny.golden("qwen3")["ids"][:96]
 MIXTURES = ["laguna", "laguna-m1", "glm", "glm4moe", "qwen3next"]
-EXPERTS = ["qwen3moe", "qwen35moe", "qwen3next", "laguna", "glm", "glm4moe", "deepseek2", "deepseek3"]
+EXPERTS = ["qwen3moe", "qwen35moe", "qwen3next", "laguna", "glm", "glm4moe", "deepseek2", "deepseek3", "granitemoe"]
 GGUF_MODELS = [name for name in tiny.MODELS if name not in MIXTURES] + MIXTURES
 
 
@@ -95,7 +95,10 @@ def as_encoded(name, path):
             at = np.flatnonzero(of_values)
             values[at] = encoded(tensors[key].take_rows(at), key.replace("kv_b_proj", "unembed_out"))
         else:
-            values = encoded(tensors[key], re.sub(r"\.experts\.\d+\.", ".switch_mlp.", key))
+            module = re.sub(r"\.experts\.\d+\.", ".switch_mlp.", key)
+            for stack, part in (("input_linear", "gate_proj"), ("output_linear", "down_proj")):  # of Granite
+                module = module.replace(stack, f"switch_mlp.{part}")
+            values = encoded(tensors[key], module)
         tensors[key] = dense(key, values)
     return load_model(replace(checkpoint, tensors=tensors), NumpyOps())
 

@@ -178,7 +178,7 @@ GGUF_FILES = [
     "laguna",
     "glm4moe",
 ]
-GGUF_FILES += ["smollm3", "granite", "olmo2", "olmo3", "deepseek2"]
+GGUF_FILES += ["smollm3", "granite", "olmo2", "olmo3", "deepseek2", "granitemoe"]
 
 
 @pytest.mark.parametrize("name", GGUF_FILES)

@@ -255,7 +255,7 @@ def test_ops(file, chosen):
 
 
 MODELS = ["qwen3-", "qwen3moe", "qwen2", "mistral", "qwen35 ", "qwen35moe", "qwen3next", "laguna", "gemma3", "glm"]
-MODELS += ["smollm3", "granite", "olmo2", "olmo3", "deepseek2", "deepseek3"]
+MODELS += ["smollm3", "granite", "olmo2", "olmo3", "deepseek2", "deepseek3", "granitemoe"]
 
 
 @pytest.mark.slow
