@@ -79,8 +79,8 @@ def syntax_of(template: str) -> Syntax | None:
 
 
 def lacks_tools(template: str) -> bool:
-    """Test whether a chat template has no place for tools."""
-    return "tools" not in template
+    """Test whether a chat template has no place for tools, or as SmolLM3's another name for them and none for calls."""
+    return "tools" not in template or ("xml_tools" in template and "tool_calls" not in template)
 
 
 TEACHING = """You may call functions, whose signatures are:
