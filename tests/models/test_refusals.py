@@ -54,7 +54,7 @@ def refusal(checkpoint: Checkpoint) -> str:
         load_model(checkpoint, NumpyOps())
     message = str(caught.value)
     assert "\n" not in message
-    assert len(message) < 400
+    assert len(message) < 600  # the list of architectures takes most of it
     return message
 
 

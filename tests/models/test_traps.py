@@ -114,7 +114,7 @@ def query_rows(order: Callable) -> Callable:
     return weight("qkv", wrong=lambda w: np.concatenate([w[: 2 * H * D][index], w[2 * H * D :]]))
 
 
-def top_of_softmax(right, logits, top_k):
+def top_of_softmax(right, logits, top_k, scale):
     """The chosen probabilities without renormalization."""
     ids, weights = right(logits, logits.shape[-1])
     return ids[:, :top_k], weights[:, :top_k]
@@ -248,7 +248,7 @@ TRAPS = [  # name, model, mistake
     ("final norm without eps and weight", "llama", weight("norm", wrong=np.ones_like)),
     # experts
     ("router not renormalized", "qwen35moe", op("route_softmax", top_of_softmax)),
-    ("one expert fewer", "qwen35moe", op("route_softmax", lambda f, logits, k: f(logits, k - 1))),
+    ("one expert fewer", "qwen35moe", op("route_softmax", lambda f, logits, k, scale: f(logits, k - 1))),
     ("equal experts", "qwen35moe", op("route_softmax", lambda f, *a: (f(*a)[0], np.full_like(f(*a)[1], 1 / 3)))),
     ("experts' gate and up swapped", "qwen35moe", weight("experts_gate_up", wrong=swap_halves)),
     ("router not renormalized, no shared expert", "qwen3moe", op("route_softmax", top_of_softmax)),
