@@ -24,10 +24,13 @@ BEGIN, END = "<!-- written by python tests/support_table.py -->", "<!-- end of t
 FAMILIES = {  # the family, and the tiny models that stand for it
     "Qwen3.5 / 3.6, dense and MoE (`qwen35`, `qwen35moe`)": ("qwen35", "qwen35moe"),
     "Qwen3-Next (`qwen3next`)": ("qwen3next",),
-    "Qwen3, dense and MoE, WeDLM, Qwen2.5 (`qwen3`, `qwen3moe`, `qwen2`)": ("qwen3", "qwen3-yarn", "qwen3moe", "qwen2"),
-    "Llama, SmolLM2, Mistral (`llama`, `mistral`)": ("llama", "llama-untied", "mistral"),
-    "Gemma 3 (`gemma3`)": ("gemma3",),
-    "Laguna-XS.2, M.1 (`laguna`)": ("laguna", "laguna-m1"),
+    "Qwen3, Qwen3-VL's text, dense and MoE, WeDLM, Qwen2.5 (`qwen3`, `qwen3moe`, `qwen2`)": (
+        *("qwen3", "qwen3-yarn", "qwen3moe", "qwen2"),
+    ),
+    "Llama, SmolLM2, Mistral, Phi-3/4 (`llama`, `mistral`, `phi3`)": (
+        *("llama", "llama-untied", "mistral", "phi3", "phi4mini"),
+    ),
+    "Gemma 3, Laguna-XS.2, M.1, gpt-oss (`gemma3`, `laguna`, `gpt-oss`)": ("gemma3", "laguna", "laguna-m1", "gptoss"),
     "GLM-4.5 to 4.7, GLM-4.7-Flash (`glm4_moe`, `glm4_moe_lite`)": ("glm4moe", "glm"),
 }
 ON_STAND_IN = {  # families of docs/models.md
