@@ -714,6 +714,8 @@ def float32_copy(name, path):
     older: dict[str, Any] = {"rope_parameters": None, "rope_theta": 10000.0}
     if name == "qwen3next":
         older["partial_rotary_factor"] = 0.25
+    if name == "glm4moe":
+        older["partial_rotary_factor"] = 0.5
     if name == "qwen3moe":  # as released
         older["num_experts"] = 8
     if name in ("mistral", "phi3"):  # whose window mlx-lm does not read
@@ -731,9 +733,10 @@ def float32_copy(name, path):
         older |= {"rope_theta": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
         older |= {"rope_local_base_freq": 10000.0, "sliding_window_pattern": 6}
     folder = rewritten(tiny.FOLDER / name, path, **older)
-    if name.startswith("deepseek"):  # of which mlx-lm reads a null: queries have no latent
-        values = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(values | {"q_lora_rank": None}))
+    for family, key in (("deepseek", "q_lora_rank"), ("glm4moe", "rope_scaling")):  # whose null mlx-lm reads
+        if name.startswith(family):
+            values = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(values | {key: None}))
     return folder
 
 
