@@ -357,6 +357,18 @@ def test_deepseek_splits():
     assert pieces("x\U0001d400y") == ["x", "\U0001d400", "y"], "a letter of mathematics has a case in newer Unicode"
 
 
+def test_kimi_splits():
+    """Words by their letters' cases, with a contraction; runs of Chinese characters; three digits at most."""
+    backend = bpe("kimi-k2")._backend
+
+    def pieces(text):
+        return [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+    assert pieces("getHTTPResponse DON'T don't 1234") == ["get", "HTTPResponse", " DON'T", " don't", " ", "123", "4"]
+    assert pieces("abc你好def， 世界かな한국") == ["abc", "你好", "def", "，", " ", "世界", "かな한국"]
+    assert pieces("a+=/\n\n  b\n \n") == ["a", "+=/\n\n", " ", " b", "\n \n"]
+
+
 def test_laguna_splits_before_a_run_of_newlines():
     def pieces(name):
         return [TOKENIZERS[name].decode([id]) for id in TOKENIZERS[name].encode("):\n")]
