@@ -140,7 +140,7 @@ def test_candidates_after_the_token_before(name):
 
 
 FAMILIES = ["llama", "qwen3", "qwen3moe", "qwen35moe", "laguna", "laguna-m1", "glm", "glm4moe"]
-FAMILIES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "deepseek2"]
+FAMILIES += ["phi3", "phi4mini", "gptoss", "smollm3", "granite", "granitemoe", "olmo2", "olmo3", "deepseek2"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
