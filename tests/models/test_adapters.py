@@ -16,13 +16,16 @@ from gguf_files import write_gguf
 from safetensors.numpy import load_file, save_file
 
 import generate
-from common.adapters import open_adapter
+from common.adapted import _takes
+from common.adapters import Adapter, Change, open_adapter
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.demo import demo_path
 from common.errors import BimetalError
 from common.fit import predict_weights
 from common.models import architecture, load_model
+from common.quants import dequantize
 from common.reference import NumpyOps
+from common.weights import Matrix, dense
 from generate.prefixes import identity
 
 FOLDER = Path(__file__).parents[1] / "data" / "adapters"
@@ -197,6 +200,29 @@ def test_ranks(name):
     assert errors.logit < 4 * LOGIT[name]
     assert errors.top1 == 1
     assert all(np.array_equal(each, found[0]) for each in found)
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_every_family(name):
+    """With changes of all matrices that can change: the logits of these matrices plus their changes."""
+    checkpoint, random = tiny.checkpoint(name), np.random.default_rng(0)
+    definition = architecture(checkpoint)[1]
+    changes, tensors = {}, dict(checkpoint.tensors)
+    for layer, table in enumerate(definition.layout(definition.read_config(checkpoint), checkpoint).layers):
+        matrices = [entry for key, entry in table.items() if isinstance(entry, Matrix) and _takes(table, key, entry)]
+        for part in (part for entry in matrices for part in entry.parts if "hf" in part.aliases):
+            down, up = (
+                random.normal(size=size).astype(np.float32) / 20 for size in ((3, part.whole[1]), (part.whole[0], 3))
+            )
+            changes[layer, part.aliases["hf"][0]] = Change(down, up)
+            tensors[part.names[0]] = dense(part.names[0], dequantize(tensors[part.names[0]]) + up @ down)
+    adapter = Adapter(Path("adapter"), "hf", changes)
+    found, expected, plain = (
+        tiny.logits_of(load_model(each, NumpyOps()), tiny.golden(name)["ids"][:32])
+        for each in (replace(checkpoint, adapters=[adapter]), replace(checkpoint, tensors=tensors), checkpoint)
+    )
+    assert np.abs(found - expected).max() < 2e-3
+    assert np.abs(found - plain).max() > 0.2
 
 
 def test_several_and_their_scales():
