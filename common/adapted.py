@@ -49,7 +49,7 @@ def changes_of(layout: Layout, adapters: Sequence[Adapter]) -> dict[Matrix, Chan
         used = set[Place]()
         for layer, table in enumerate(layout.layers):
             for name, entry in table.items():
-                if isinstance(entry, Matrix) and _takes(table, name, entry):
+                if isinstance(entry, Matrix) and is_adaptable(table, name, entry):
                     parts = [_of_part(adapter, layer, part, used) for part in entry.parts]
                     if any(parts):
                         found.setdefault(entry, []).append(_stacked(entry, parts))
@@ -64,7 +64,8 @@ def changes_of(layout: Layout, adapters: Sequence[Adapter]) -> dict[Matrix, Chan
     return {entry: _joined(changes) for entry, changes in found.items()}
 
 
-def _takes(table: Table, name: str, entry: Matrix) -> bool:
+def is_adaptable(table: Table, name: str, entry: Matrix) -> bool:
+    """Test whether an adapter may change the matrix `name` of a layer's table: whether `linear` multiplies by it."""
     in_mixture = "router" in table and name in IN_MIXTURES
     return not (isinstance(entry, ExpertMatrix) or name in PER_HEAD or in_mixture)
 

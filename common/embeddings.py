@@ -19,12 +19,19 @@ class _NoHead:
     def __init__(self, model: Model):
         self._ops, weights = model.ops, model.weights
         self._head = weights.embed if weights.head is None else weights.head
+        self._hidden: Array | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
     def linear(self, x: Array, weight: Any) -> Array:
-        return self._ops.keep(x) if weight is self._head else self._ops.linear(x, weight)
+        if weight is not self._head:
+            return self._ops.linear(x, weight)
+        self._hidden = self._ops.keep(x)
+        return self._hidden
+
+    def scale(self, x: Array, factor: float) -> Array:
+        return x if x is self._hidden else self._ops.scale(x, factor)  # a scale of logits
 
     def all_gather(self, x: Array, columns: int) -> Array:
         return x  # each rank has all of the hidden state

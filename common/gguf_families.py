@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Values = dict[str, Any]
-SIGMOID = 2  # expert_gating_func
+SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,21 @@ def _phi3(c: Any, values: Values) -> Values:
         "rope.dimension_count": 2 * len(c.rope.frequencies),
         "rope.scaling.original_context_length": original,
     }
+
+
+def _granite(c: Any, values: Values) -> Values:
+    """Return the factors, and the epsilon, as config.json states them."""
+    names = {"embedding": "embedding_multiplier", "residual": "residual_multiplier", "logit": "logits_scaling"}
+    experts: Values = {}
+    if c.experts:
+        experts = {"expert_count": c.experts.count, "expert_used_count": c.experts.top_k}
+        experts["feed_forward_length"] = c.experts.ffn
+    return (
+        _llama(c, values)
+        | experts
+        | {f"{key}_scale": float(values.get(name, 1.0)) for key, name in names.items()}
+        | {"attention.scale": c.attention_scale, "attention.layer_norm_rms_epsilon": values.get("rms_norm_eps", 1e-6)}
+    )
 
 
 def _qwen3moe(c: Any, values: Values) -> Values:
@@ -152,11 +167,18 @@ def _laguna_rope(values: Values) -> Values:
 
 def _glm(c: Any, values: Values) -> Values:
     """Return the keys of the form that attends to latents, as one KV head."""
-    return _sigmoid_experts(c.experts, c.dense_layers) | {
+    keys = _sigmoid_experts(c.experts, c.dense_layers)
+    if not c.sigmoid:
+        keys |= {"expert_weights_norm": False, "expert_gating_func": SOFTMAX}
+    if c.q_latent:
+        keys["attention.q_lora_rank"] = c.q_latent
+    yarn = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if (mscale := yarn.get("mscale_all_dim")) is not None:
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * mscale
+    return keys | {
         "block_count": c.layers,
         "attention.head_count": c.heads,
         "attention.head_count_kv": 1,
-        "attention.q_lora_rank": c.q_latent,
         "attention.kv_lora_rank": c.latent,
         "attention.key_length": c.latent + c.rope_dim,
         "attention.value_length": c.latent,
@@ -194,6 +216,23 @@ def _gpt_oss(c: Any, values: Values) -> Values:
     return keys
 
 
+def _olmo2(c: Any, values: Values) -> Values:
+    keys = _grouped(c) | {"block_count": len(c.is_sliding), "feed_forward_length": c.ffn}
+    keys |= {"rope.dimension_count": c.head_dim}
+    yarn = _full_rope(values)["rope_parameters"] or values.get("rope_scaling") or {}
+    if (factor := yarn.get("attention_factor")) is not None:
+        keys["rope.scaling.yarn_attn_factor"] = float(factor)
+    if not any(c.is_sliding):
+        return keys
+    return keys | {"attention.sliding_window": c.window, "attention.sliding_window_pattern": list(c.is_sliding)}
+
+
+def _full_rope(values: Values) -> Values:
+    """Return the contents of config.json with the rope of full layers alone, if it has one for each kind of layer."""
+    ropes = values.get("rope_parameters") or {}
+    return values | {"rope_parameters": ropes.get("full_attention") or ropes}
+
+
 def _gemma3(c: Any, values: Values) -> Values:
     keys = _grouped(c) | {"block_count": len(c.is_sliding), "feed_forward_length": c.ffn}
     return keys | ({"attention.sliding_window": c.window} if c.window else {})
@@ -216,16 +255,23 @@ FAMILIES = {  # by config.json's model_type
     "qwen3_vl_text": Family("qwen3vl", _qwen3vl),
     "qwen3_vl_moe": Family("qwen3vlmoe", _qwen3vl),
     "qwen3_vl_moe_text": Family("qwen3vlmoe", _qwen3vl),
+    "smollm3": Family("smollm3", _llama),
     "wedlm": Family("wedlm", _llama),
     "qwen3_next": Family("qwen3next", _qwen35),
     "qwen3_5": Family("qwen35", _qwen35),
     "qwen3_5_text": Family("qwen35", _qwen35),
     "qwen3_5_moe": Family("qwen35moe", _qwen35),
     "qwen3_5_moe_text": Family("qwen35moe", _qwen35),
+    "granite": Family("granite", _granite, pre="refact"),
+    "granitemoe": Family("granitemoe", _granite, pre="refact"),
     "laguna": Family("laguna", _laguna, rope=_laguna_rope),
     "gemma3": Family("gemma3", _gemma3, theta=1e6, rope=_gemma3_rope),
     "gemma3_text": Family("gemma3", _gemma3, theta=1e6, rope=_gemma3_rope),
+    "olmo2": Family("olmo2", _olmo2, pre="dbrx"),
+    "olmo3": Family("olmo2", _olmo2, theta=5e5, rope=_full_rope, pre="dbrx"),
     "glm4_moe": Family("glm4moe", _glm4_moe, pre="glm4"),
     "gpt_oss": Family("gpt-oss", _gpt_oss, theta=150000.0),
+    "deepseek_v2": Family("deepseek2", _glm),
+    "deepseek_v3": Family("deepseek2", _glm),
     "glm4_moe_lite": Family("deepseek2", _glm, theta=1e6, pre="glm4"),
 }

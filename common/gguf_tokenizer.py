@@ -25,6 +25,18 @@ _CASED = (  # words: capitals, then small letters
 _TEKKEN = "|".join(_CASED) + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
 _O200K = "|".join(f"{word}{_CONTRACTIONS}?" for word in _CASED) + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# DeepSeek lists the letters with a case of an older Unicode; newer ones are excluded here.
+_NEWER = "\u2d00-\u2d2d\ua790-\ua7ff\uab30-\uab68\U00010570-\U00016e7f\U0001d400-\U0001df1e"
+_LETTERS = rf"\s?(?:(?![{_NEWER}])[\p{{Lu}}\p{{Ll}}\p{{Lt}}])+"
+_MARKS = r"\s?[!-/:-~" + "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+# Kimi's words hold no Chinese characters, whose runs are words of their own.
+_UPPER, _LOWER = (rf"[{letters}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for letters in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
+_KIMI = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+)
 _NEWLINE_RUN = r"(?:\r?\n)+(?!\r?\n)"
 
 
@@ -42,6 +54,7 @@ _PRE = {
     "deepseek-r1-qwen": _Pre((_QWEN2,)),
     "qwen35": _Pre((_QWEN35,)),
     "smollm": _Pre((r"\p{N}", _GPT2)),
+    "refact": _Pre((r"\p{N}", _GPT2)),
     "gpt-2": _Pre((_GPT2,)),
     "default": _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "llama-bpe": _Pre((_LLAMA3,), ignore_merges=True, add_bos=True),
@@ -52,6 +65,9 @@ _PRE = {
     "glm4": _Pre((_LLAMA3,), ignore_merges=True),
     "chatglm-bpe": _Pre((_LLAMA3,)),
     "dbrx": _Pre((_LLAMA3,)),
+    "smaug-bpe": _Pre((_LLAMA3,)),
+    "deepseek-llm": _Pre((r"[\r\n]", _LETTERS, _MARKS, r"\s+$", _EAST_ASIAN, r"\p{N}+")),
+    "kimi-k2": _Pre((_KIMI,)),
     "laguna": _Pre((_NEWLINE_RUN, _QWEN2)),
 }
 

@@ -25,7 +25,8 @@ from common.tensors import Converted, Tensor
 from common.wedlm_calibration import NAME as CALIBRATION
 from common.weights import Layout, Stored, canonical, dense, exchanged
 
-SPLIT = {"k_up": "embed_q", "v_up": "unembed_out"}  # what mlx-lm makes of GLM's kv_b_proj, by our names
+SPLIT = {"k_up": "embed_q", "v_up": "unembed_out"}  # what mlx-lm makes of kv_b_proj, but DeepSeek-V2's, by our names
+STACKS = {"input_linear.weight": "gate_up_proj", "output_linear.weight": "down_proj"}  # of Granite's experts
 EXPERTS = {  # modules of what gpt-oss's safetensors join or transpose, by our names
     "experts_gate_up": ("gate_proj.weight", "up_proj.weight"),
     "experts_down": ("down_proj.weight",),
@@ -47,7 +48,8 @@ def folder_outputs(
                 f"tensor {name!r} is read as {converted.type}, which an MLX folder cannot store; give --requantize, or "
                 "write a .gguf file"
             )
-    outputs, split, apart = [], _split(layout), _apart(layout)
+    outputs, apart = [], _apart(layout)
+    split = {} if checkpoint.config.get("model_type") == "deepseek_v2" else _split(layout)
     for name, tensor in checkpoint.tensors.items():
         new_name = _mlx_name(checkpoint, name)
         if name in apart:
@@ -190,9 +192,12 @@ def _as_mlx_lm(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Tensor | No
 
 
 def _as_modules(name: str, tensor: Tensor, format: Format | None) -> list[tuple[str, Tensor]]:
-    """Divide a fused stack of experts (`experts.gate_up_proj`) into the modules of mlx-lm."""
+    """Divide a fused stack of experts (`experts.gate_up_proj`, Granite's `input_linear`) into the modules of mlx-lm."""
     stem, _, leaf = name.rpartition(".experts.")
-    if format is None or name.endswith(".weight") or not stem or len(tensor.shape) != 3:
+    if name.endswith(tuple(STACKS)):
+        stem, _, leaf = name.removesuffix(".weight").rpartition(".")
+        leaf = STACKS[f"{leaf}.weight"]
+    elif format is None or name.endswith(".weight") or not stem or len(tensor.shape) != 3:
         return [(name, tensor)]
     if leaf != "gate_up_proj":
         return [(f"{stem}.switch_mlp.{leaf}.weight", tensor)]

@@ -254,8 +254,11 @@ class Ops(Backend):
     # -- experts ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def route_softmax(self, logits: Array, top_k: int) -> tuple[Array, Array]:
-        """Choose experts by softmax of logits (T, E): ids and weights, (T, top_k) each; weights of a row sum to 1."""
+    def route_softmax(self, logits: Array, top_k: int, scale: float | None = None) -> tuple[Array, Array]:
+        """Choose experts by softmax of logits (T, E): ids and weights, (T, top_k) each.
+
+        scale  factor on the probabilities, which are the weights; None: the weights of a row sum to 1
+        """
 
     @abstractmethod
     def route_sigmoid(self, logits: Array, bias: Array, top_k: int, scale: float) -> tuple[Array, Array]:
@@ -366,10 +369,11 @@ class Ops(Backend):
         """Compute rms_norm(x, weight) * silu(z) of x and z (T, heads, D)."""
         return self.swiglu(z, self.rms_norm(x, weight, eps))
 
-    def moe_ffn(self, x: Array, w: ExpertWeights, top_k: int, scale: float = 1.0) -> Array:
+    def moe_ffn(self, x: Array, w: ExpertWeights, top_k: int, scale: float | None = None) -> Array:
         """Compute the sum of each row's `top_k` best experts and any shared expert: x (T, hidden) -> (T, hidden).
 
-        scale  sum of the weights of a row's experts, if the router has a bias
+        scale  sum of the weights of a row's experts, if the router has a bias; factor on their probabilities, if it has
+               none; None: the weights sum to 1
         """
         if isinstance(w.gate_up, Streamed):
             w.gate_up.prefetch()
@@ -377,8 +381,10 @@ class Ops(Backend):
         logits = self.linear(x, w.router)
         if w.biases is not None:
             logits = self.add(logits, w.biases.router)
-        softmax = w.bias is None
-        chosen = self.route_softmax(logits, top_k) if softmax else self.route_sigmoid(logits, w.bias, top_k, scale)
+        if w.bias is None:
+            chosen = self.route_softmax(logits, top_k, scale)
+        else:
+            chosen = self.route_sigmoid(logits, w.bias, top_k, 1.0 if scale is None else scale)
         best = self.moe(x, w.gate_up, w.down, *chosen, w.biases)
         return best if y is None else self.add(best, y)
 

@@ -20,7 +20,10 @@ from common.weights import Layout, Matrix, Stored
 
 DECAYS = ("in_proj_a", "in_proj_b", "in_proj_ba", "ssm_alpha", "ssm_beta", "ssm_ba")  # and weights of changes
 FRAGILE = ("embed", "head", *DECAYS)  # few bytes, and a high loss in few bits
-LARGEST_ERRORS = ("v_proj", "down_proj", "attn_v", "ffn_down", "experts.down_proj", "experts.ffn_down_exps")
+LARGEST_ERRORS = (
+    *("v_proj", "down_proj", "attn_v", "ffn_down", "experts.down_proj", "experts.ffn_down_exps"),
+    "experts.output_linear",  # Granite's
+)
 
 
 @dataclass(frozen=True)

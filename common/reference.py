@@ -278,12 +278,12 @@ class NumpyOps(Ops):
         delta.after = after
         return out
 
-    def route_softmax(self, logits: Array, top_k: int) -> tuple[Array, Array]:
+    def route_softmax(self, logits: Array, top_k: int, scale: float | None = None) -> tuple[Array, Array]:
         p = np.exp(logits - logits.max(axis=-1, keepdims=True))
         p /= p.sum(axis=-1, keepdims=True)
         ids = np.argsort(-p, axis=-1, kind="stable")[:, :top_k]
         weights = np.take_along_axis(p, ids, axis=-1)
-        return ids, weights / weights.sum(axis=-1, keepdims=True)
+        return ids, weights / weights.sum(axis=-1, keepdims=True) if scale is None else weights * np.float32(scale)
 
     def route_sigmoid(self, logits: Array, bias: Array, top_k: int, scale: float) -> tuple[Array, Array]:
         p = sigmoid(logits)

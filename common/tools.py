@@ -88,8 +88,12 @@ def syntax_of(template: str) -> Syntax | None:
 
 
 def lacks_tools(template: str) -> bool:
-    """Test whether a chat template has no place for tools; that of Phi-4-mini reads them from a message alone."""
-    return not re.search(r"""(?<![\w.'"])tools\b(?!['"])""", template)
+    """Test whether a chat template has no place for tools.
+
+    Phi-4-mini's reads them from a message alone; SmolLM3's has another name for them, and no place for calls.
+    """
+    own = re.search(r"""(?<![\w.'"])tools\b(?!['"])""", template)
+    return not own or ("xml_tools" in template and "tool_calls" not in template)
 
 
 TEACHING = """You may call functions, whose signatures are:

@@ -27,6 +27,8 @@ from cuda_backend.weights import Weight
 class Router(NamedTuple):
     """Parameters of the choice of experts.
 
+    scale   sum of the weights of a row's experts; if `whole`, the factor on their probabilities
+    whole   whether these probabilities are among all experts
     bias    address of the numbers added to sigmoid scores before the choice; 0: softmax
     shared  whether a shared expert is matrix number E of the same launches
     gate    of the shared expert's weight, sigmoid(gate); None: its weight is 1
@@ -37,6 +39,7 @@ class Router(NamedTuple):
     bias: int = 0
     shared: bool = False
     gate: Array | None = None
+    whole: bool = False
 
     @property
     def ids_per_row(self) -> int:
@@ -54,8 +57,13 @@ class Experts(NamedTuple):
     biases: ExpertBiases | None = None
 
 
-def route_softmax(context: Context, logits: Array, top_k: int) -> tuple[Array, Array]:
-    return _route(context, logits, Router(top_k))
+def router_of(top_k: int, scale: float | None, bias: int = 0) -> Router:
+    """Return the parameters of Ops.moe_ffn."""
+    return Router(top_k, 1.0 if scale is None else scale, bias, whole=scale is not None and not bias)
+
+
+def route_softmax(context: Context, logits: Array, top_k: int, scale: float | None = None) -> tuple[Array, Array]:
+    return _route(context, logits, router_of(top_k, scale))
 
 
 def route_sigmoid(context: Context, logits: Array, bias: Array, top_k: int, scale: float) -> tuple[Array, Array]:
@@ -276,7 +284,7 @@ def _choice(context: Context, logits: Array, router: Router, weights: Array) -> 
     """Make the struct Choice of kernels/choose.cuh."""
     plain = logits if logits.is_dense or lazy_of(logits) else rows.dense(context, logits)
     gate = view(router.gate) if router.gate else NOTHING
-    sizes = logits.shape[1], router.top_k, router.shared, router.gate is not None
+    sizes = logits.shape[1], router.top_k, router.shared, router.gate is not None, router.whole
     return np.array((plain.address, router.bias, weights.address, gate, *sizes, router.scale), CHOICE)
 
 

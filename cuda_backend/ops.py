@@ -273,12 +273,12 @@ class CudaOps(Ops):
             return super().delta_mixer(x, w, key_heads, conv, delta, step)
         return recurrent.delta_mixer(self.context, x, w, conv, delta, step, is_part=self.ranks.size > 1)
 
-    def moe_ffn(self, x: Array, w: ExpertWeights, top_k: int, scale: float = 1.0) -> Array:
+    def moe_ffn(self, x: Array, w: ExpertWeights, top_k: int, scale: float | None = None) -> Array:
         if not x.shape[0]:  # a prefill step without logits: `linear` launches nothing either
             return Array(x.shape)
         if x.shape[0] > MAX_DECODE_ROWS:
             return super().moe_ffn(x, w, top_k, scale)
-        how = mixture.Router(top_k, scale, w.bias.address if w.bias else 0)
+        how = mixture.router_of(top_k, scale, w.bias.address if w.bias else 0)
         experts = mixture.Experts(w.gate_up, w.down, w.shared_gate_up, w.shared_down, w.biases)
         return mixture.moe_ffn(self.context, x, w.router, how, experts, w.shared_gate)
 

@@ -28,7 +28,7 @@ ROPE = _struct(*_named("u8", "frequencies", "positions"), ("pairs", "i4"), ("mag
 CHOICE = _struct(
     *_named("u8", "logits", "bias", "weights"),
     ("gate", IN),
-    *_named("i4", "E", "k", "shared", "gated"),
+    *_named("i4", "E", "k", "shared", "gated", "whole"),
     ("scale", "f4"),
 )
 CLAMP = _struct(*_named("u8", "gate", "up", "ids"), ("limit", "f4"))  # kernels/single.cu

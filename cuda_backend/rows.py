@@ -99,6 +99,8 @@ def out_of_arena(context: Context, x: Array, count: int) -> Array:
 
 def keep(context: Context, x: Array) -> Array:
     """Copy x to the part of the arena that lasts until the end of the step."""
+    if not x.size:
+        return x
     lazy = lazy_of(x)
     if lazy and not lazy.forms.dense:
         lazy.forms.dense = context.arena.take(lazy.T * lazy.K * 4, lasting=True)

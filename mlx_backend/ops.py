@@ -139,7 +139,8 @@ class MlxOps(Ops):
         T = len(x)
         n = 2 * len(rope.frequencies)
         if rope not in self._wavelengths:
-            self._wavelengths[rope] = mx.array(1 / np.array(rope.frequencies), mx.float32)
+            with np.errstate(divide="ignore"):  # a pair that is not turned has a wavelength without end
+                self._wavelengths[rope] = mx.array(1 / np.array(rope.frequencies), mx.float32)
         rotate = partial(mx.fast.rope, dims=n, traditional=False, base=None, scale=1.0, freqs=self._wavelengths[rope])
         if T == 1 or np.array_equal(positions, np.arange(positions[0], positions[0] + T)):
             y = rotate(x.swapaxes(0, 1)[None], offset=int(positions[0])).squeeze(0).swapaxes(0, 1)  # one sequence
@@ -257,8 +258,10 @@ class MlxOps(Ops):
 
     # -- experts ---------------------------------------------------------------------------------------------------
 
-    def route_softmax(self, logits: Array, top_k: int) -> tuple[Array, Array]:
+    def route_softmax(self, logits: Array, top_k: int, scale: float | None = None) -> tuple[Array, Array]:
         ids = mx.argsort(-logits, axis=-1)[:, :top_k]
+        if scale is not None:
+            return ids, scale * mx.take_along_axis(mx.softmax(logits.astype(mx.float32), axis=-1), ids, axis=-1)
         best = mx.take_along_axis(logits, ids, axis=-1)
         return ids, mx.softmax(best, axis=-1, precise=True)  # the other logits cancel when the best are renormalized
 

@@ -88,6 +88,13 @@ THREE_LAYERS = (
     "glm",
     "glm4moe",
     "gptoss",
+    "smollm3",
+    "granite",
+    "olmo2",
+    "olmo3",
+    "deepseek2",
+    "deepseek3",
+    "granitemoe",
 )  # at least, which the draft reads
 KINDS: Mapping[str, Kind] = {
     "multi-token prediction": Kind("chain", _block, ("qwen35", "qwen35moe", "glm", "glm4moe")),

@@ -38,6 +38,7 @@ GROUPED: dict[str, dict[str, Any]] = {
     "qwen35": {"intermediate_size": 128, "linear_value_head_dim": 32},
     "qwen35moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "linear_value_head_dim": 32},
     "gemma3": {"intermediate_size": 128},
+    "olmo3": {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4},
     "laguna-m1": {"intermediate_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
     "glm4moe": {"intermediate_size": 64, "moe_intermediate_size": 64},
     "gptoss": {"intermediate_size": 64},

@@ -27,7 +27,7 @@ from common.step import Step
 from common.tensors import stored_at
 
 sys.path.append(str(Path(__file__).parent / "models"))
-MIXTURES = ("qwen35moe", "qwen3next", "qwen3moe", "laguna", "glm", "glm4moe")
+MIXTURES = ("qwen35moe", "qwen3next", "qwen3moe", "laguna", "glm", "glm4moe", "deepseek2", "deepseek3", "granitemoe")
 
 
 def streamed(checkpoint, ops, layers_held=1.0, **options):

@@ -18,6 +18,24 @@ from generate.synthetic import METADATA, synthetic, synthetic_checkpoint
 from generate.timing import announced
 
 SMALL = {  # keys of a real shape, smaller
+    "granite-3.1-3b-a800m": {
+        **{"vocab_size": 96, "embedding_length": 256, "block_count": 2, "feed_forward_length": 256},
+        **{"attention.head_count": 4, "attention.head_count_kv": 2, "expert_count": 8, "expert_used_count": 2},
+    },
+    "deepseek-v2-lite": {
+        **{"vocab_size": 96, "embedding_length": 256, "block_count": 3, "feed_forward_length": 256},
+        **{"attention.head_count": 4, "attention.kv_lora_rank": 256, "expert_count": 8, "expert_used_count": 2},
+        "expert_feed_forward_length": 256,
+    },
+    "olmo-3-7b": {
+        **{"vocab_size": 96, "embedding_length": 256, "block_count": 4, "feed_forward_length": 256},
+        **{"attention.head_count": 4, "attention.head_count_kv": 2},
+    },
+    "granite-3.3-8b": {
+        **{"vocab_size": 96, "embedding_length": 256, "block_count": 2, "feed_forward_length": 256},
+        **{"attention.head_count": 4, "attention.head_count_kv": 2},
+    },
+    "smollm3-3b": {"vocab_size": 96, "embedding_length": 256, "block_count": 4, "feed_forward_length": 256},
     "wedlm-8b": {"vocab_size": 96, "embedding_length": 256, "block_count": 2, "feed_forward_length": 256},
     "laguna-xs.2": {
         **{"vocab_size": 96, "embedding_length": 256, "block_count": 4, "feed_forward_length": 256},
@@ -68,6 +86,11 @@ def small(monkeypatch):
         ("glm-4.7-flash", 18.1),
         ("qwen3-next-80b-a3b", 48.5),
         ("gemma-3-27b", 16.54),
+        ("smollm3-3b", 1.907),
+        ("granite-3.3-8b", 4.94),
+        ("olmo-3-7b", 4.47),
+        ("granite-3.1-3b-a800m", 2.02),
+        ("deepseek-v2-lite", 10.36),
     ],
 )
 def test_bytes_of_the_real_files(name, gigabytes):

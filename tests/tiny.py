@@ -1,4 +1,6 @@
-"""Tiny models under tests/data/models (make_tiny_models.py, make_tiny_laguna_glm.py), and helpers that run them."""
+"""Tiny models under tests/data/models (make_tiny_models.py, make_tiny_laguna_glm.py, make_tiny_olmo_granite.py), and
+helpers that run them.
+"""
 
 import json
 import shutil
@@ -19,6 +21,7 @@ FOLDER = Path(__file__).parent / "data" / "models"
 MODELS = ["llama", "llama-untied", "qwen3", "qwen3-yarn", "qwen35", "qwen35moe", "laguna", "laguna-m1", "glm"]
 MODELS += ["qwen3moe", "qwen2", "mistral", "qwen3next", "gemma3", "glm4moe", "gptoss"]
 MODELS += ["phi3", "phi4mini"]
+MODELS += ["smollm3", "granite", "olmo2", "olmo3", "deepseek2", "deepseek3", "granitemoe"]
 CAPACITY = 640
 
 

@@ -14,7 +14,7 @@ from common.expert_stream import ExpertStream
 from common.experts import ExpertSupply
 from common.fit import Blueprint
 from common.kv_cache import CacheOptions, check_pairs, packed
-from common.models import gemma3, glm, glm4_moe, gpt_oss, laguna, llama, phi3, qwen35
+from common.models import deepseek, gemma3, glm, glm4_moe, gpt_oss, granite, laguna, llama, olmo2, phi3, qwen35
 from common.ops import Array, Ops
 from common.shards import Ranks
 from common.step import MAX_DECODE_ROWS, Pool, Repeated, State, Step
@@ -24,6 +24,8 @@ from common.weights import Layout, Matrix, load_weights
 
 ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config.json model_type
     "deepseek2": glm,
+    "deepseek_v2": deepseek,
+    "deepseek_v3": deepseek,
     "gemma3": gemma3,
     "gemma3_text": gemma3,
     "glm4_moe": glm4_moe,
@@ -31,10 +33,14 @@ ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config
     "glm4moe": glm4_moe,
     "gpt-oss": gpt_oss,
     "gpt_oss": gpt_oss,
+    "granite": granite,
+    "granitemoe": granite,
     "laguna": laguna,
     "llama": llama,
     "mistral": llama,
     "mistral3": llama,
+    "olmo2": olmo2,
+    "olmo3": olmo2,
     "phi3": phi3,
     "qwen2": llama,
     "qwen3": llama,
@@ -54,6 +60,7 @@ ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config
     "qwen3_5_text": qwen35,
     "qwen3_5_moe": qwen35,
     "qwen3_5_moe_text": qwen35,
+    "smollm3": llama,
     "wedlm": llama,
 }
 

@@ -30,7 +30,7 @@ class Experts:
     top_k: int
     ffn: int
     shared_ffn: int = 0
-    scale: float = 1.0  # sum of the chosen experts' weights
+    scale: float = 1.0  # sum of the chosen experts' weights, or factor on their probabilities
 
     def __post_init__(self) -> None:
         if self.top_k > self.count:
@@ -90,6 +90,20 @@ def sigmoid_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
     """
     matrices = w.router, w.experts_gate_up, w.experts_down, w.gate_up, w.down
     return ops.moe_ffn(x, ExpertWeights(*matrices, bias=w.router_bias), e.top_k, e.scale)
+
+
+def probability_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
+    """Return the best experts of each row by a softmax, plus the shared ones as they are, of this rank's channels.
+
+    Their weights are e.scale times their probabilities among all experts: x (T, hidden) -> (T, hidden).
+    """
+    matrices = w.router, w.experts_gate_up, w.experts_down, w.gate_up, w.down
+    return ops.moe_ffn(x, ExpertWeights(*matrices), e.top_k, e.scale)
+
+
+def probability_moe_weights(tensor: Names, hidden: int, e: Experts, ranks: Ranks = ONE) -> Table:
+    """List the weights of a mixture with a softmax router and with shared experts."""
+    return {**routed_weights(tensor, hidden, e, ranks), **shared_weights(tensor, hidden, e.shared_ffn, ranks)}
 
 
 def sigmoid_moe_weights(tensor: Names, hidden: int, e: Experts, ranks: Ranks = ONE) -> Table:
@@ -226,8 +240,38 @@ def head(ops: Ops, c: Any, w: Any, x: Array) -> Array:
 
 
 def head_product(ops: Ops, c: Any, w: Any, x: Array) -> Array:
-    """Return the logits (n, vocab) of normed x (n, hidden), whole on every rank; without a head the embedding is it."""
-    return ops.all_gather(linear(ops, x, w.embed if w.head is None else w.head), c.vocab)
+    """Return the logits (n, vocab) of normed x (n, hidden), whole on every rank, scaled if `c` has a scale for them.
+
+    Without a head the embedding is it.
+    """
+    logits, factor = linear(ops, x, w.embed if w.head is None else w.head), getattr(c, "logit_scale", 1.0)
+    return ops.all_gather(logits if factor == 1 else ops.keep(ops.scale(logits, factor)), c.vocab)
+
+
+KINDS = ("full_attention", "sliding_attention")  # of layers, as config.json names them
+
+
+def hf_sliding(keys: Keys, layers: int, period: int) -> tuple[bool, ...]:
+    """Return for each layer whether it has a window: as layer_types says, or all but the last of each period."""
+    kinds = keys.read("layer_types", list, [KINDS[(i + 1) % period > 0] for i in range(layers)])
+    if len(kinds) != layers or any(kind not in KINDS for kind in kinds):
+        raise BimetalError(f"{keys.where}: layer_types must name {' or '.join(KINDS)} for {layers} layers")
+    return tuple(kind == "sliding_attention" for kind in kinds)
+
+
+def gguf_sliding(keys: Keys, layers: int, window: int, period: int) -> tuple[bool, ...]:
+    """Return for each layer whether it has a window, from a list or from a period, whose last layer is full.
+
+    period  that of files that state neither
+    """
+    key = "attention.sliding_window_pattern"
+    pattern = keys.get(key)
+    if not isinstance(pattern, list):
+        period = keys.size(key, period)
+        pattern = [(i + 1) % period > 0 for i in range(layers)]
+    if len(pattern) < layers:
+        raise BimetalError(f"{keys.where}: {keys.prefix}{key} does not cover {layers} layers")
+    return tuple(window > 0 and bool(slides) for slides in pattern[:layers])
 
 
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "factor"}
@@ -297,7 +341,7 @@ def hf_rope(keys: Keys, dim: int, default_theta: float = 10000.0) -> Rope:
         slow = keys.positive(f"{group}.beta_slow", 1.0)
         truncates = keys.read(f"{group}.truncate", bool, True)
         # used as it is: llama.cpp multiplies the attention factor of a GGUF by the derived one (KL 0.94)
-        magnitude = keys.positive(f"{group}.attention_factor", _yarn_magnitude(factor))
+        magnitude = keys.positive(f"{group}.attention_factor", yarn_magnitude(factor))
         return Rope(_yarn(theta, dim, factor, original, (fast, slow), truncates), magnitude)
     raise BimetalError(f"{keys.where}: rope type {kind!r}; supported: default, linear, llama3, yarn")
 
@@ -329,9 +373,12 @@ def gguf_rope(
         original = keys.size("rope.scaling.original_context_length", keys.size("context_length", 1))
         fast = keys.positive("rope.scaling.yarn_beta_fast", 32.0)
         slow = keys.positive("rope.scaling.yarn_beta_slow", 1.0)
-        for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        for key in ("attn_factor", "yarn_ext_factor"):
             keys.expect(f"rope.scaling.{key}", 1.0)
-        return Rope(_yarn(theta, dim, factor, original, (fast, slow), truncates), _yarn_magnitude(factor))
+        magnitude = yarn_magnitude(factor)
+        if not math.isclose(keys.positive("rope.scaling.yarn_attn_factor", 1.0), magnitude, rel_tol=1e-6):
+            keys.expect("rope.scaling.yarn_attn_factor", 1.0)  # llama.cpp replaces it by the derived one
+        return Rope(_yarn(theta, dim, factor, original, (fast, slow), truncates), magnitude)
     raise BimetalError(f"{keys.where}: rope.scaling.type {kind!r}; supported: none, linear, yarn")
 
 
@@ -384,5 +431,6 @@ def _yarn(
     return tuple(frequencies)
 
 
-def _yarn_magnitude(factor: float) -> float:
-    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's attention factor of positions that are divided by `factor`."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0

@@ -13,7 +13,17 @@ from common.adapted import linear
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
-from common.models.blocks import check_sizes, ffn_weights, gguf_rope, head_weight, hf_rope, through
+from common.models.blocks import (
+    KINDS,
+    check_sizes,
+    ffn_weights,
+    gguf_rope,
+    gguf_sliding,
+    head_weight,
+    hf_rope,
+    hf_sliding,
+    through,
+)
 from common.ops import Array, Ops, Rope
 from common.quantize import rounded
 from common.shards import ONE, Ranks, by_columns, by_rows
@@ -25,7 +35,6 @@ EXCEEDS_FLOAT16 = True  # the residual stream exceeds float16's maximum of 65504
 NORM_FIX = {"hf": mapped(lambda w: w + 1)}  # stored around 0 in safetensors, mlx-lm's too, around 1 in GGUF files
 PATTERN = 6  # every sixth layer has no window
 LAYERS_27B = 62  # whose GGUF files do not state that queries are scaled by hidden / heads, not by the head size
-KINDS = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,8 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     layers, hidden, head_dim = keys.size("num_hidden_layers"), keys.size("hidden_size"), keys.size("head_dim", 256)
     heads, kv_heads = keys.size("num_attention_heads", 8), keys.size("num_key_value_heads", 4)
     check_sizes(checkpoint, layers, heads, kv_heads, heads * head_dim)
-    is_sliding = _hf_sliding(keys, layers)
+    period = keys.size("sliding_window_pattern", keys.size("_sliding_window_pattern", PATTERN))
+    is_sliding = hf_sliding(keys, layers, period)
     full, sliding = _hf_rope(keys, head_dim)
     table = checkpoint.tensors.get(_prefix(checkpoint) + "embed_tokens.weight")
     return Config(
@@ -105,14 +115,6 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
         context=keys.size("max_position_embeddings", 131072),
         tied=not any(name.endswith("lm_head.weight") for name in checkpoint.tensors),
     )
-
-
-def _hf_sliding(keys: Keys, layers: int) -> tuple[bool, ...]:
-    period = keys.size("sliding_window_pattern", keys.size("_sliding_window_pattern", PATTERN))
-    kinds = keys.read("layer_types", list, [KINDS[(i + 1) % period > 0] for i in range(layers)])
-    if len(kinds) != layers or any(kind not in KINDS for kind in kinds):
-        raise BimetalError(f"{keys.where}: layer_types must name {' or '.join(KINDS)} for {layers} layers")
-    return tuple(kind == "sliding_attention" for kind in kinds)
 
 
 def _hf_rope(keys: Keys, dim: int) -> tuple[Rope, Rope]:
@@ -138,7 +140,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     keys.expect("attention.value_length", head_dim)
     check_sizes(checkpoint, layers, heads, kv_heads, heads * head_dim)
     window = keys.size("attention.sliding_window") if keys.get("attention.sliding_window") else 0
-    is_sliding = _gguf_sliding(keys, layers, window)
+    is_sliding = gguf_sliding(keys, layers, window, PATTERN)
     full = gguf_rope(keys, head_dim, None, 1e6)
     local = {"gemma3.rope.freq_base": keys.positive("rope.freq_base_swa", 1e4)}
     table = checkpoint.tensors.get("token_embd.weight")
@@ -158,17 +160,6 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         context=keys.size("context_length"),
         tied="output.weight" not in checkpoint.tensors,
     )
-
-
-def _gguf_sliding(keys: Keys, layers: int, window: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has a window, from a list or from a period, whose last layer is full."""
-    pattern = keys.get("attention.sliding_window_pattern")
-    if not isinstance(pattern, list):
-        period = keys.size("attention.sliding_window_pattern", PATTERN)
-        pattern = [(i + 1) % period > 0 for i in range(layers)]
-    if len(pattern) < layers:
-        raise BimetalError(f"{keys.where}: gemma3.attention.sliding_window_pattern does not cover {layers} layers")
-    return tuple(window > 0 and bool(slides) for slides in pattern[:layers])
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""GLM-4.7-Flash (`glm4_moe_lite`; GGUF's `deepseek2`): multi-head latent attention, experts chosen by a sigmoid router.
+"""GLM-4.7-Flash (`glm4_moe_lite`) and GGUF's `deepseek2`, which DeepSeek's models are too (deepseek.py): multi-head
+latent attention, experts chosen by a sigmoid router.
 
 The state of a layer is one row per token for all heads: a normed latent and a roped key. A step of few rows attends to
 the stored rows directly; a prompt first expands them into keys and values. Both forms compute the same function. Files
@@ -25,10 +26,13 @@ from common.models.blocks import (
     gguf_rope,
     head_weight,
     hf_rope,
+    probability_moe,
+    probability_moe_weights,
     sigmoid_moe,
     sigmoid_moe_weights,
     swiglu_ffn,
     through,
+    yarn_magnitude,
 )
 from common.ops import Array, LatentWeights, Ops, Rope
 from common.quants import dequantize
@@ -49,6 +53,7 @@ MTP = MtpNames(
     head="shared_head.head.weight",
     prefixes=("model.layers.{}.",),
 )
+GATINGS = {1: "softmax", 2: "sigmoid"}  # expert_gating_func
 GLM_VOCAB = 154880  # identifies early GGUF files of GLM, which state no gating function or a wrong one
 
 
@@ -59,7 +64,7 @@ class Config:
     layers: int
     dense_layers: int  # number of first layers with a dense FFN; the other layers have experts
     heads: int
-    q_latent: int  # R of the queries
+    q_latent: int  # R of the queries; 0: they are computed without a latent
     latent: int  # R of keys and values
     nope_dim: int  # N, channels of a key without position
     rope_dim: int  # P
@@ -70,6 +75,8 @@ class Config:
     eps: float
     context: int
     tied: bool
+    score_factor: float = 1.0  # YaRN's, on scores that are divided by the root of N + P
+    sigmoid: bool = True  # whether a sigmoid chooses experts; False: a softmax, whose probabilities are their weights
     ranks: Ranks = ONE  # ranks that share heads and channels; the numbers above are this rank's share
 
     def expands(self, rows: int, past: int) -> bool:
@@ -104,9 +111,6 @@ def for_rank(c: Config, ranks: Ranks) -> Config:
 
 def _hf_config(checkpoint: Checkpoint) -> Config:
     keys = Keys(checkpoint.config, f"{checkpoint.path} config.json")
-    keys.expect("hidden_act", "silu")
-    keys.expect("attention_bias", False)
-    keys.expect("rope_interleave", True)
     keys.expect("rope_scaling.rope_type", "default")
     keys.expect("rope_scaling.type", "default")
     keys.expect("rope_parameters.rope_type", "default")
@@ -117,46 +121,55 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     keys.expect("norm_topk_prob", True)
     keys.expect("n_group", 1)
     keys.expect("topk_group", 1)
+    fields = hf_fields(checkpoint, keys)
+    layers, kinds = fields["layers"], keys.read("mlp_layer_types", list, [])
+    leading = kinds.index("sparse") if "sparse" in kinds else keys.read("first_k_dense_replace", int, 1)
+    if kinds and kinds != ["dense"] * leading + ["sparse"] * (layers - leading):
+        raise BimetalError(f"{keys.where}: mlp_layer_types must be dense, then sparse, for {layers} layers")
+    return Config(
+        **fields,
+        dense_layers=leading,
+        q_latent=keys.size("q_lora_rank"),
+        rope=hf_rope(keys, fields["rope_dim"], 1e6),
+        eps=keys.positive("rms_norm_eps", 1e-5),  # also of latent norms, for which transformers uses 1e-6
+    )
+
+
+def hf_fields(checkpoint: Checkpoint, keys: Keys) -> dict[str, Any]:
+    """Read the fields of a configuration that all models with this attention state alike in config.json."""
+    keys.expect("hidden_act", "silu")
+    keys.expect("attention_bias", False)
+    keys.expect("rope_interleave", True)
     keys.expect("moe_layer_freq", 1)
     layers, heads = keys.size("num_hidden_layers"), keys.size("num_attention_heads")
     nope_dim, rope_dim, value_dim = (keys.size(f"{k}_head_dim") for k in ("qk_nope", "qk_rope", "v"))
     latent = keys.size("kv_lora_rank")
     check_sizes(checkpoint, layers, heads, 1, heads * (nope_dim + rope_dim), heads * value_dim, latent + rope_dim)
     ffn = keys.size("moe_intermediate_size")
-    kinds = keys.read("mlp_layer_types", list, [])
-    leading = kinds.index("sparse") if "sparse" in kinds else keys.read("first_k_dense_replace", int, 1)
-    if kinds and kinds != ["dense"] * leading + ["sparse"] * (layers - leading):
-        raise BimetalError(f"{keys.where}: mlp_layer_types must be dense, then sparse, for {layers} layers")
-    return Config(
-        vocab=keys.size("vocab_size"),
-        hidden=keys.size("hidden_size"),
-        layers=layers,
-        dense_layers=leading,
-        heads=heads,
-        q_latent=keys.size("q_lora_rank"),
-        latent=latent,
-        nope_dim=nope_dim,
-        rope_dim=rope_dim,
-        value_dim=value_dim,
-        rope=hf_rope(keys, rope_dim, 1e6),
-        ffn=keys.size("intermediate_size"),
-        experts=Experts(
+    return {
+        "vocab": keys.size("vocab_size"),
+        "hidden": keys.size("hidden_size"),
+        "layers": layers,
+        "heads": heads,
+        "latent": latent,
+        "nope_dim": nope_dim,
+        "rope_dim": rope_dim,
+        "value_dim": value_dim,
+        "ffn": keys.size("intermediate_size"),
+        "experts": Experts(
             keys.size("n_routed_experts"),
             keys.size("num_experts_per_tok"),
             ffn,
             ffn * keys.size("n_shared_experts"),
             keys.positive("routed_scaling_factor", 1.0),
         ),
-        eps=keys.positive("rms_norm_eps", 1e-5),  # also of latent norms, for which transformers uses 1e-6
-        context=keys.size("max_position_embeddings"),
-        tied=keys.read("tie_word_embeddings", bool, False) and "lm_head.weight" not in checkpoint.tensors,
-    )
+        "context": keys.size("max_position_embeddings"),
+        "tied": keys.read("tie_word_embeddings", bool, False) and "lm_head.weight" not in checkpoint.tensors,
+    }
 
 
 def _gguf_config(checkpoint: Checkpoint) -> Config:
     keys = Keys(checkpoint.config, str(checkpoint.path), prefix="deepseek2.", nested=False)
-    keys.expect("rope.scaling.type", "none")
-    keys.expect("expert_weights_norm", True)
     keys.expect("expert_group_count", 1)
     keys.expect("expert_group_used_count", 1)
     layers = keys.size("block_count") - keys.read("nextn_predict_layers", int, 0)
@@ -164,28 +177,30 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         raise BimetalError(f"{checkpoint.path}: deepseek2.nextn_predict_layers leaves {layers} layers")
     table = checkpoint.tensors.get("token_embd.weight")
     vocab = table.shape[0] if table else keys.size("vocab_size")
-    if vocab != GLM_VOCAB or keys.get("expert_gating_func") != 1:
-        keys.expect("expert_gating_func", 2)  # if absent, the router's bias, which a model must have, implies it
+    sigmoid = _gguf_sigmoid(checkpoint, keys, vocab)
+    keys.expect("expert_weights_norm", sigmoid)
     heads, rope_dim = keys.size("attention.head_count"), keys.size("rope.dimension_count")
-    key_dim, value_dim = keys.size("attention.key_length_mla"), keys.size("attention.value_length_mla")
+    is_older = "blk.0.attn_kv_b.weight" in checkpoint.tensors and keys.get("attention.key_length_mla") is None
+    suffix = "" if is_older else "_mla"  # of files whose keys and values are one matrix, and one KV head for each head
+    key_dim, value_dim = (keys.size(f"attention.{part}_length{suffix}") for part in ("key", "value"))
     if key_dim <= rope_dim:
         raise BimetalError(f"{checkpoint.path}: {rope_dim} roped channels leave none of a key's {key_dim} for its rest")
     latent = keys.size("attention.kv_lora_rank")
     check_sizes(checkpoint, layers, heads, 1, heads * key_dim, heads * value_dim, latent + rope_dim)
     ffn = keys.size("expert_feed_forward_length")
-    eps = keys.positive("attention.layer_norm_rms_epsilon")
+    rope, score_factor = _gguf_rope(keys, rope_dim)
     return Config(
         vocab=vocab,
         hidden=keys.size("embedding_length"),
         layers=layers,
         dense_layers=keys.read("leading_dense_block_count", int),
         heads=heads,
-        q_latent=keys.size("attention.q_lora_rank"),
+        q_latent=keys.read("attention.q_lora_rank", int, 0),
         latent=latent,
         nope_dim=key_dim - rope_dim,
         rope_dim=rope_dim,
         value_dim=value_dim,
-        rope=gguf_rope(keys, rope_dim, None),
+        rope=rope,
         ffn=keys.size("feed_forward_length"),
         experts=Experts(
             keys.size("expert_count"),
@@ -194,23 +209,51 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
             ffn * keys.size("expert_shared_count"),
             keys.positive("expert_weights_scale"),
         ),
-        eps=eps,
+        eps=keys.positive("attention.layer_norm_rms_epsilon"),
         context=keys.size("context_length"),
         tied="output.weight" not in checkpoint.tensors,
+        score_factor=score_factor,
+        sigmoid=sigmoid,
     )
+
+
+def _gguf_sigmoid(checkpoint: Checkpoint, keys: Keys, vocab: int) -> bool:
+    """Test whether a sigmoid chooses experts: as the file states, or because the router has biases."""
+    stated = keys.get("expert_gating_func")
+    if stated is None:
+        return vocab == GLM_VOCAB or any(name.endswith("exp_probs_b.bias") for name in checkpoint.tensors)
+    keys.expect("expert_gating_func", *GATINGS)
+    return vocab == GLM_VOCAB or GATINGS[stated] == "sigmoid"
+
+
+def _gguf_rope(keys: Keys, dim: int) -> tuple[Rope, float]:
+    """Return the rope of `dim` channels, and YaRN's factor on scores: that of the rope's own magnitude is then 1."""
+    rope = gguf_rope(keys, dim, None)
+    if keys.get("rope.scaling.type") != "yarn":
+        return rope, 1.0
+    mscale = round(10 * keys.positive("rope.scaling.yarn_log_multiplier"), 6)  # a tenth of it is stored, in float32
+    factor = yarn_magnitude(keys.positive("rope.scaling.factor"), mscale)
+    return replace(rope, magnitude=1.0), factor**2
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
 def layout(c: Config, checkpoint: Checkpoint) -> Layout:
-    return dense_first_layout(c, checkpoint, _attention_weights)
+    moe_weights = sigmoid_moe_weights if c.sigmoid else probability_moe_weights
+    return dense_first_layout(c, checkpoint, _attention_weights, moe_weights)
 
 
-def dense_first_layout(c: Any, checkpoint: Checkpoint, mixer: Callable[[Any, Names], Table]) -> Layout:
-    """Describe a model whose first layers have a dense network, and the others experts of a sigmoid router.
+def dense_first_layout(
+    c: Any,
+    checkpoint: Checkpoint,
+    mixer: Callable[[Any, Names], Table],
+    moe_weights: Callable[..., Table] = sigmoid_moe_weights,
+) -> Layout:
+    """Describe a model whose first layers have a dense network, and the others experts.
 
-    mixer  lists the other weights of a layer
+    mixer        lists the other weights of a layer
+    moe_weights  lists the weights of experts and their router
     """
     dialect = "gguf" if checkpoint.format == "gguf" else "hf"
     tensor = Names(dialect, "", checkpoint.tensors)
@@ -224,7 +267,7 @@ def dense_first_layout(c: Any, checkpoint: Checkpoint, mixer: Callable[[Any, Nam
     layers = []
     for i in range(c.layers):
         tensor = Names(dialect, f"{prefix}{i}.", checkpoint.tensors)
-        weights = partial(ffn_weights, ffn=c.ffn) if i < c.dense_layers else partial(sigmoid_moe_weights, e=c.experts)
+        weights = partial(ffn_weights, ffn=c.ffn) if i < c.dense_layers else partial(moe_weights, e=c.experts)
         layers.append({**mixer(c, tensor), **weights(tensor, c.hidden, ranks=c.ranks)})
     return Layout(top, layers, partial(ignored, prefix, c.layers))
 
@@ -259,16 +302,21 @@ def _attention_weights(c: Config, tensor: Names) -> Table:
         _always(rows(np.r_[:R, R + half_split])),
     )
     q_up = tensor(
-        "self_attn.q_b_proj.weight",
-        "attn_q_b.weight",
-        (H * (N + P), c.q_latent),
+        "self_attn.q_b_proj.weight" if c.q_latent else "self_attn.q_proj.weight",
+        "attn_q_b.weight" if c.q_latent else "attn_q.weight",
+        (H * (N + P), c.q_latent or c.hidden),
         _always(rows(q_rows)),
         shard=by_rows(c.ranks.segment(H * (N + P))),
     )
+    if c.q_latent:
+        q_down = tensor("self_attn.q_a_proj.weight", "attn_q_a.weight", (c.q_latent, c.hidden))
+        q_norm = tensor("self_attn.q_a_layernorm.weight", "attn_q_a_norm.weight", (c.q_latent,))
+        down: Table = {"down_qkv": Matrix(q_down, kv_down), "q_norm": Vector(q_norm)}
+    else:
+        down = {"down_qkv": Matrix(kv_down)}
     return {
         "attn_norm": Vector(tensor("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
-        "down_qkv": Matrix(tensor("self_attn.q_a_proj.weight", "attn_q_a.weight", (c.q_latent, c.hidden)), kv_down),
-        "q_norm": Vector(tensor("self_attn.q_a_layernorm.weight", "attn_q_a_norm.weight", (c.q_latent,))),
+        **down,
         "q_up": Matrix(q_up),
         "kv_norm": Vector(tensor("self_attn.kv_a_layernorm.weight", "attn_kv_a_norm.weight", (R,))),
         "k_up": Matrix(k_up),
@@ -352,7 +400,8 @@ def mixed(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: 
 def ffn(ops: Ops, c: Any, w: Any, layer: int, x: Array) -> Array:
     """Compute x (T, hidden) plus the output of the layer's feed-forward network."""
     z = ops.rms_norm(x, w.ffn_norm, c.eps)
-    y = swiglu_ffn(ops, w, z) if layer < c.dense_layers else sigmoid_moe(ops, c.experts, w, z)
+    moe = sigmoid_moe if getattr(c, "sigmoid", True) else probability_moe
+    y = swiglu_ffn(ops, w, z) if layer < c.dense_layers else moe(ops, c.experts, w, z)
     return ops.add(x, ops.all_reduce(y))
 
 
@@ -364,12 +413,13 @@ def write_past(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int
 def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, expand: bool, x: Array) -> Array:
     """Compute multi-head latent attention in either form, for this rank's heads of x (T, hidden): (T, hidden)."""
     T, H, R, N, P, V = x.shape[0], c.heads, c.latent, c.nope_dim, c.rope_dim, c.value_dim
-    down = linear(ops, x, w.down_qkv)
-    q = linear(ops, ops.rms_norm(down[:, : c.q_latent], w.q_norm, c.eps), w.q_up).reshape(T, H, N + P)
+    down, end = linear(ops, x, w.down_qkv), c.q_latent
+    of_queries = ops.rms_norm(down[:, :end], w.q_norm, c.eps) if c.q_latent else x
+    q = linear(ops, of_queries, w.q_up).reshape(T, H, N + P)
     q_nope, q_rope = q[:, :, :N], ops.rope(q[:, :, N:], step.positions, c.rope)
-    latent = ops.rms_norm(down[:, c.q_latent : c.q_latent + R], w.kv_norm, c.eps)
-    k_rope = ops.rope(down[:, c.q_latent + R :].reshape(T, 1, P), step.positions, c.rope).reshape(T, P)
-    scale = (N + P) ** -0.5
+    latent = ops.rms_norm(down[:, end : end + R], w.kv_norm, c.eps)
+    k_rope = ops.rope(down[:, end + R :].reshape(T, 1, P), step.positions, c.rope).reshape(T, P)
+    scale = c.score_factor * (N + P) ** -0.5
     if expand:
         o = ops.expanded_attention(q_nope, q_rope, latent, k_rope, LatentWeights(w.k_up, w.v_up), state, step, scale)
     else:

@@ -14,8 +14,7 @@ import numpy as np
 from common.adapted import linear
 from common.checkpoint import Checkpoint
 from common.config import Keys
-from common.errors import BimetalError
-from common.models.blocks import Experts, gguf_rope, head_sizes, head_weight, hf_rope, through
+from common.models.blocks import Experts, gguf_rope, gguf_sliding, head_sizes, head_weight, hf_rope, hf_sliding, through
 from common.models.llama import attention_weights, queries_keys_values
 from common.ops import Array, ExpertBiases, ExpertWeights, Ops, Rope
 from common.shards import ONE, Ranks, by_columns, by_expert_rows, by_rows
@@ -26,7 +25,6 @@ from common.weights import ExpertMatrix, Fix, Layout, Matrix, Names, Stored, Tab
 
 EXCEEDS_FLOAT16 = True
 
-KINDS = ("sliding_attention", "full_attention")
 PATTERN = 2  # layers of a period: all but its last have windows
 LIMIT = 7.0  # of gates and ups, which GGUF files do not state
 SOFTMAX_OF_CHOSEN = 3  # expert_gating_func
@@ -80,12 +78,7 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     keys.expect("swiglu_alpha", 1.702)
     layers = keys.size("num_hidden_layers")
     sizes = head_sizes(checkpoint, keys, layers)
-    kinds = keys.read("layer_types", list, [KINDS[(i + 1) % PATTERN == 0] for i in range(layers)])
-    if other := set(map(str, kinds)) - set(KINDS):
-        raise BimetalError(f"{keys.where}: layer_types has {min(other)!r:.60}; supported: {' and '.join(KINDS)}")
-    if len(kinds) != layers:
-        raise BimetalError(f"{keys.where}: layer_types lists {len(kinds)} layers, and num_hidden_layers is {layers}")
-    is_sliding = tuple(kind == KINDS[0] for kind in kinds)
+    is_sliding = hf_sliding(keys, layers, PATTERN)
     return Config(
         vocab=keys.size("vocab_size"),
         **sizes,
@@ -115,7 +108,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     return Config(
         vocab=table.shape[0] if table and table.shape else keys.size("vocab_size"),
         **sizes,
-        is_sliding=_gguf_sliding(keys, layers, window),
+        is_sliding=gguf_sliding(keys, layers, window, PATTERN),
         window=window,
         rope=gguf_rope(keys, sizes["head_dim"], None, truncates=False),
         experts=Experts(
@@ -126,17 +119,6 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         context=keys.size("context_length"),
         tied="output.weight" not in checkpoint.tensors,
     )
-
-
-def _gguf_sliding(keys: Keys, layers: int, window: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has a window, from a list or from a period, whose last layer is full."""
-    pattern = keys.get("attention.sliding_window_pattern")
-    if not isinstance(pattern, list):
-        period = keys.size("attention.sliding_window_pattern", PATTERN)
-        pattern = [(i + 1) % period > 0 for i in range(layers)]
-    if len(pattern) < layers:
-        raise BimetalError(f"{keys.where}: gpt-oss.attention.sliding_window_pattern does not cover {layers} layers")
-    return tuple(window > 0 and bool(slides) for slides in pattern[:layers])
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

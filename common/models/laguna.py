@@ -13,6 +13,7 @@ from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
 from common.models.blocks import (
+    KINDS,
     Experts,
     check_sizes,
     ffn_weights,
@@ -33,7 +34,6 @@ from common.weights import Layout, Matrix, Names, Table, Vector
 EXCEEDS_FLOAT16 = True  # products inside the experts exceed float16's maximum of 65504
 # YaRN's factor and original context in XS-2.1, whose GGUF states 1 where its config.json states the derived 1.3466.
 XS_2_1 = (32, 8192)
-KINDS = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)

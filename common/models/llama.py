@@ -5,9 +5,12 @@ other weights. In Qwen3's mixtures every layer has experts, chosen by a softmax,
 (`mistral`, in GGUF files `llama`) is Llama, perhaps with a window. Text beside a vision tower, which is not run, is
 that of Mistral (`mistral3`) or of Qwen3 (`qwen3_vl`, `qwen3_vl_moe`; in GGUF files `qwen3vl`, `qwen3vlmoe`), whose
 rope over time, height and width is a plain one where all three positions are equal, as they are for text.
+SmolLM3 (`smollm3`) is Llama without rope in every fourth layer.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -38,6 +41,10 @@ WEDLM_MASK = 151665
 BESIDE_VISION = ("mistral3", "qwen3_vl", "qwen3_vl_moe")  # whose config.json has a text_config
 MIXTURES = ("qwen3_moe", "qwen3moe", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3vlmoe")
 NORMS_HEADS = ("qwen3", "qwen3_vl", "qwen3_vl_text", "qwen3vl", *MIXTURES)  # WeDLM's files tell
+ADJACENT = ("granite", "granitemoe", "llama", "smollm3")  # whose rope pairs are adjacent rows of a head in GGUF files
+EXPERT_FFN = dict.fromkeys(("qwen3moe", "qwen3vlmoe"), "expert_feed_forward_length")  # keys of GGUF files
+EXPERT_FFN |= {"granitemoe": "feed_forward_length"}
+NO_ROPE = 4  # every fourth layer of SmolLM3 has no rope, which its GGUF files do not state
 CLASSIFIERS = {"gguf": "cls.output.weight", "safetensors": "score.weight"}  # heads with a row for each label
 
 
@@ -59,10 +66,16 @@ class Config:
     norms_heads: bool  # whether there are norms of q and k
     has_biases: bool  # whether there are biases of q, k and v
     window: int | None = None  # keys that a row attends to, including its own; None: all
+    no_rope: tuple[int, ...] = ()  # numbers of the layers without rope
     mask_id: int | None = None  # of WeDLM: the token id of a masked position
     has_head: bool = True  # whether there are logits: some models of embeddings, and classifiers, have none
     ranks: Ranks = ONE  # ranks that share heads and channels; the numbers above are this rank's share
     kv_ranks: Ranks = ONE  # ranks that hold different KV heads
+
+    @cached_property
+    def without_rope(self) -> "Config":
+        """Return the configuration of a layer without rope: of a rope that turns no pair, and changes no bit."""
+        return replace(self, rope=Rope((0.0,) * len(self.rope.frequencies)))
 
 
 def read_config(checkpoint: Checkpoint) -> Config:
@@ -119,6 +132,7 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
         norms_heads=keys.read("qk_norm", bool, True) if is_wedlm else architecture in NORMS_HEADS,
         has_biases=architecture == "qwen2" or (is_wedlm and keys.read("attention_bias", bool, False)),
         window=read_window(keys, "sliding_window", context) if architecture.startswith("mistral") else None,
+        no_rope=_hf_no_rope(keys, layers) if architecture == "smollm3" else (),
         mask_id=_mask_id(keys) if is_wedlm else None,
     )
 
@@ -127,6 +141,15 @@ def read_window(keys: Keys, key: str, context: int) -> int | None:
     """Read a window; None without one, or where the whole context is in it."""
     window = keys.size(key, context)
     return window if window < context else None
+
+
+def _hf_no_rope(keys: Keys, layers: int) -> tuple[int, ...]:
+    """Return the layers without rope: those with a 0 in the list, or else the last of each interval."""
+    interval = keys.size("no_rope_layer_interval", NO_ROPE)
+    turned = keys.read("no_rope_layers", list, [int((i + 1) % interval > 0) for i in range(layers)])
+    if len(turned) < layers or any(turns not in (0, 1) for turns in turned):
+        raise BimetalError(f"{keys.where}: no_rope_layers must list 0 or 1 for each of {layers} layers")
+    return tuple(i for i in range(layers) if not turned[i])
 
 
 def _hf_experts(keys: Keys, architecture: str) -> Experts:
@@ -166,7 +189,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     layers = keys.size("block_count")
     sizes = head_sizes(checkpoint, keys, layers)
     keys.expect("attention.causal", True)
-    experts = _gguf_experts(keys) if architecture in MIXTURES else None
+    experts = _gguf_experts(keys, architecture) if architecture in EXPERT_FFN else None
     if experts is None:
         keys.expect("expert_count", 0)
     table = checkpoint.tensors.get("token_embd.weight")
@@ -186,6 +209,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         norms_heads="blk.0.attn_q_norm.weight" in checkpoint.tensors if is_wedlm else architecture in NORMS_HEADS,
         has_biases=architecture == "qwen2" or (is_wedlm and "blk.0.attn_q.bias" in checkpoint.tensors),
         window=read_gguf_window(keys, context) if architecture == "llama" else None,
+        no_rope=tuple(range(NO_ROPE - 1, layers, NO_ROPE)) if architecture == "smollm3" else (),
         mask_id=_gguf_mask_id(checkpoint, keys) if is_wedlm else None,
     )
 
@@ -196,13 +220,14 @@ def read_gguf_window(keys: Keys, context: int) -> int | None:
     return None if keys.get(key) == 0 else read_window(keys, key, context)
 
 
-def _gguf_experts(keys: Keys) -> Experts:
+def _gguf_experts(keys: Keys, architecture: str) -> Experts:
     keys.expect("expert_gating_func", 1)
     keys.expect("expert_weights_norm", True)
     keys.expect("expert_weights_scale", 0.0, 1.0)
     keys.expect("expert_shared_count", 0)
+    keys.expect("expert_shared_feed_forward_length", 0)
     keys.expect("leading_dense_block_count", 0)
-    return Experts(keys.size("expert_count"), keys.size("expert_used_count"), keys.size("expert_feed_forward_length"))
+    return Experts(keys.size("expert_count"), keys.size("expert_used_count"), keys.size(EXPERT_FFN[architecture]))
 
 
 def _gguf_mask_id(checkpoint: Checkpoint, keys: Keys) -> int:
@@ -213,7 +238,8 @@ def _gguf_mask_id(checkpoint: Checkpoint, keys: Keys) -> int:
     return int(mask)
 
 
-def layout(c: Config, checkpoint: Checkpoint) -> Layout:
+def layout(c: Config, checkpoint: Checkpoint, moe_weights: Callable[..., Table] = routed_weights) -> Layout:
+    """Describe the weights; moe_weights lists those of a layer's experts and their router."""
     dialect = "gguf" if checkpoint.format == "gguf" else "hf"
     base, head = _prefixes(checkpoint)
     tensor = Names(dialect, "", checkpoint.tensors)
@@ -225,16 +251,16 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     }
     prefix = "blk.{}." if dialect == "gguf" else base + "layers.{}."
     names = [Names(dialect, prefix.format(i), checkpoint.tensors) for i in range(c.layers)]
-    return Layout(top, [_layer_weights(c, tensor) for tensor in names], _ignored)
+    return Layout(top, [_layer_weights(c, tensor, moe_weights) for tensor in names], _ignored)
 
 
-def _layer_weights(c: Config, tensor: Names) -> Table:
+def _layer_weights(c: Config, tensor: Names, moe_weights: Callable[..., Table]) -> Table:
     return {
-        **attention_weights(c, tensor, pairs_adjacent=c.architecture == "llama"),
+        **attention_weights(c, tensor, pairs_adjacent=c.architecture in ADJACENT),
         "attn_norm": Vector(tensor("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
         "ffn_norm": Vector(tensor("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
         **(
-            routed_weights(tensor, c.hidden, c.experts, c.ranks)
+            moe_weights(tensor, c.hidden, c.experts, c.ranks)
             if c.experts
             else ffn_weights(tensor, c.hidden, c.ffn, c.ranks)
         ),
@@ -302,16 +328,21 @@ def forward(
 
 
 def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, rows: slice, x: Array) -> Array:
-    mixed = attention(ops, c, w, state[layer].kv, step, ops.rms_norm(x, w.attn_norm, c.eps))
+    of_layer = c.without_rope if layer in c.no_rope else c
+    mixed = attention(ops, of_layer, w, state[layer].kv, step, ops.rms_norm(x, w.attn_norm, c.eps))
     x = ops.add(x, ops.all_reduce(mixed))[rows]
     z = ops.rms_norm(x, w.ffn_norm, c.eps)
     return ops.add(x, ops.all_reduce(softmax_moe(ops, c.experts, w, z) if c.experts else swiglu_ffn(ops, w, z)))
 
 
 def attention(ops: Ops, c: Any, w: Any, kv: Any, step: Step, x: Array) -> Array:
-    """Compute grouped-query attention for this rank's heads of x (T, hidden): (T, hidden)."""
+    """Compute grouped-query attention for this rank's heads of x (T, hidden): (T, hidden).
+
+    Scores are multiplied by the scale of attention that `c` has, else divided by the root of the head size.
+    """
     q, k, v = queries_keys_values(ops, c, w, step, x)
-    o = ops.attention(q, k, v, kv, step, scale=c.head_dim**-0.5, window=c.window)
+    scale = getattr(c, "attention_scale", c.head_dim**-0.5)
+    o = ops.attention(q, k, v, kv, step, scale=scale, window=c.window)
     return linear(ops, o.reshape(x.shape[0], -1), w.o)
 
 

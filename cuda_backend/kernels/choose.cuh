@@ -13,12 +13,13 @@ __device__ __forceinline__ u32 ordered(float f) {
 }
 
 // k of E experts, by logits [T][E]; bias [E] is null for softmax. weights [T][k], or [T][k + 1] with a shared expert's,
-// which is the sigmoid of its logit in `gate` where it is gated, else 1.
+// which is the sigmoid of its logit in `gate` where it is gated, else 1. The others are scale times the probabilities among the
+// k chosen, or with `whole` among all experts.
 struct Choice {
     const float *logits, *bias;
     float* weights;
     In gate;
-    int E, k, shared_one, gated;
+    int E, k, shared_one, gated, whole;
     float scale;
 };
 
@@ -56,7 +57,8 @@ __device__ __forceinline__ float shared_weight(const Choice& of, int t) {
     return of.gated ? sigmoid(load_one(of.gate, row_of(of.gate, t))) : 1.0f;
 }
 
-// Finds the best k of a row: calls put(j, id, probability) in every lane, and returns the sum of the probabilities.
+// Finds the best k of a row: calls put(j, id, probability) in every lane, and returns the sum of the probabilities, which with
+// `whole` is that of all experts.
 template <class Put>
 __device__ __forceinline__ float choose(const Choice& from, const float* logits, int k, const float (&added)[PER], Put put) {
     const int lane = threadIdx.x % 32, E = from.E;
@@ -89,6 +91,12 @@ __device__ __forceinline__ float choose(const Choice& from, const float* logits,
         of = __shfl_sync(FULL, of, id % 32);
         total += of;
         put(j, id, of);
+    }
+    if (from.whole) {
+        total = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PER; i++) total += p[i];
+        total = warp_sum(total);
     }
     return total;
 }

@@ -23,6 +23,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target_modules": [*ATTENTION, *FFN, "in_proj_qkv", "in_proj_z", "out_proj"],
     },
     "glm": {"r": 5, "lora_alpha": 5, "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
+    "deepseek2": {"r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "kv_a_proj_with_mqa", "o_proj"]},
+    "olmo2": {"r": 3, "lora_alpha": 6, "target_modules": [*ATTENTION, "k_proj", *FFN]},
 }
 
 

@@ -139,6 +139,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
         ),
     ),
 }
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # models of latent attention, by their model_type
 SEEDS = {"gemma3": 103, "phi3": 106, "phi4mini": 107}  # of others than a model's number
 
 
@@ -149,7 +150,9 @@ def states(cache: DynamicCache, config: Any) -> dict[str, np.ndarray]:
         sliding = list(range(config.num_hidden_layers))
     for i, layer in enumerate(cache.layers):
         keys, values = (x[0].transpose(0, 1).numpy() for x in (layer.keys, layer.values))
-        if config.model_type == "glm4_moe_lite":
+        if config.model_type in LATENT:
+            if config.model_type == "deepseek_v2":  # whose rope pairs stay adjacent
+                values = np.concatenate([values[..., ::2], values[..., 1::2]], axis=-1)
             arrays[f"latent.{i}"] = np.concatenate([keys, values], axis=-1)[::16, 0]
         elif i in sliding:
             arrays[f"keys.{i}"] = keys[-config.sliding_window :][::16]
@@ -161,7 +164,7 @@ def states(cache: DynamicCache, config: Any) -> dict[str, np.ndarray]:
 
 def write(name: str, cls: Any, config: Any, seed: int) -> None:
     torch.manual_seed(seed)
-    changed = {"glm4_moe": _glm, "glm4_moe_lite": _glm, "gemma3_text": _gemma, "gpt_oss": _gpt_oss}.get(
+    changed = {"glm4_moe": _glm, "gemma3_text": _gemma, "gpt_oss": _gpt_oss, **dict.fromkeys(LATENT, _glm)}.get(
         config.model_type
     )
     create = partial(changed, cls) if changed else cls

@@ -139,7 +139,11 @@ def test_candidates_after_the_token_before(name):
     assert_plain(pairs[0], TEXT[:20].tolist(), 12, Speculation("tree", 12))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe", "qwen35moe", "laguna", "laguna-m1", "glm", "glm4moe"])
+FAMILIES = ["llama", "qwen3", "qwen3moe", "qwen35moe", "laguna", "laguna-m1", "glm", "glm4moe"]
+FAMILIES += ["phi3", "phi4mini", "gptoss", "smollm3", "granite", "granitemoe", "olmo2", "olmo3", "deepseek2"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("kind", ["DFlash2", "DSpark"])
 def test_text_of_every_family(kind, name):
     assert draft_table.works(draft_table.KINDS[kind], name, CudaOps())

@@ -275,6 +275,8 @@ def test_names_of_one_meaning():
     for text in BPE["texts"]:
         assert bpe("deepseek-r1-qwen").encode(text) == bpe("qwen2").encode(text)
         assert bpe("dbrx").encode(text) == bpe("chatglm-bpe").encode(text)
+        assert bpe("refact").encode(text) == bpe("smollm").encode(text)
+        assert bpe("smaug-bpe").encode(text) == bpe("chatglm-bpe").encode(text)
 
 
 def test_own_tokens_of_phi3_take_the_white_space_after_them():
@@ -339,6 +341,34 @@ def test_gpt_oss_ends_a_reply_at_a_call_or_a_return():
     assert bpe("gpt-4o", **config, bos_token_id=None, eos_token_id=0).end_ids == {0, 1, 4}
 
 
+def test_deepseek_splits():
+    """Line ends one by one; letters with a case, marks, East Asian letters and digits, a space before the first two."""
+    backend = bpe("deepseek-llm")._backend
+
+    def pieces(text):
+        return [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+    assert pieces("Hi there, été!\r\n") == ["Hi", " there", ",", " é", "t", "é", "!", "\r", "\n"], (
+        "ASCII letters are marks"
+    )
+    assert pieces("\n\n x=12") == ["\n", "\n", " x", "=", "12"]
+    assert pieces("ab你好，世界かな  ") == ["ab", "你好", "，", "世界かな", "  "]
+    assert pieces("Übü Ελλάδα Россия 한국") == ["Ü", "b", "ü", " Ελλάδα", " Россия", " ", "한국"]
+    assert pieces("x\U0001d400y") == ["x", "\U0001d400", "y"], "a letter of mathematics has a case in newer Unicode"
+
+
+def test_kimi_splits():
+    """Words by their letters' cases, with a contraction; runs of Chinese characters; three digits at most."""
+    backend = bpe("kimi-k2")._backend
+
+    def pieces(text):
+        return [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+    assert pieces("getHTTPResponse DON'T don't 1234") == ["get", "HTTPResponse", " DON'T", " don't", " ", "123", "4"]
+    assert pieces("abc你好def， 世界かな한국") == ["abc", "你好", "def", "，", " ", "世界", "かな한국"]
+    assert pieces("a+=/\n\n  b\n \n") == ["a", "+=/\n\n", " ", " b", "\n \n"]
+
+
 def test_laguna_splits_before_a_run_of_newlines():
     def pieces(name):
         return [TOKENIZERS[name].decode([id]) for id in TOKENIZERS[name].encode("):\n")]
@@ -361,10 +391,7 @@ def test_chat_templates():
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        (
-            {"pre": "falcon"},
-            "tokenizer.ggml.pre is 'falcon'; supported: chatglm-bpe, dbrx, deepseek-r1-qwen, default, ",
-        ),
+        ({"pre": "falcon"}, "tokenizer.ggml.pre is 'falcon'; supported: chatglm-bpe, .*, default, "),
         ({"model": "t5"}, "tokenizer.ggml.model is 't5'; supported: gpt2"),
         ({"model": 7}, "tokenizer.ggml.model is 7, not a str"),
         ({"tokens": "abc"}, "tokenizer.ggml.tokens is 'abc', not a list"),

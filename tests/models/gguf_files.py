@@ -12,6 +12,7 @@ from pathlib import Path
 
 import gguf
 import gguf_laguna_glm
+import gguf_olmo
 import numpy as np
 
 from common.checkpoint import open_checkpoint
@@ -41,6 +42,8 @@ NAMES = {
     "self_attn.qkv_proj.weight": "attn_qkv.weight",
     "mlp.gate_up_proj.weight": "ffn_up.weight",
     "mlp.gate.weight": "ffn_gate_inp.weight",
+    "block_sparse_moe.router.layer.weight": "ffn_gate_inp.weight",
+    "block_sparse_moe.output_linear.weight": "ffn_down_exps.weight",
     "mlp.shared_expert.gate_proj.weight": "ffn_gate_shexp.weight",
     "mlp.shared_expert.up_proj.weight": "ffn_up_shexp.weight",
     "mlp.shared_expert.down_proj.weight": "ffn_down_shexp.weight",
@@ -52,7 +55,9 @@ ARCHITECTURES = {  # by config.json's model_type, where the names differ
     **{"mistral": "llama", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"},
     **{"qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next"},
 }
+CONVERTERS = gguf_laguna_glm.CONVERTERS | gguf_olmo.CONVERTERS  # by config.json's model_type
 DENSE = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", ".bias")
+ADJACENT = ("granite", "granitemoe", "llama", "smollm3")  # architectures whose rope pairs are adjacent rows of a head
 DELTA = ("qwen3next", "qwen35")  # architectures with Gated DeltaNet layers
 TYPES = {kind.name: kind for kind in gguf.GGMLQuantizationType}
 
@@ -69,7 +74,7 @@ def write_gguf(
 
     mtp     append a multi-token-prediction block: that of these tensors, or some block to a Qwen3.5
     expand  store what gguf-py reads back from the quantized matrices, as F32
-    change  is given the keys and tensors of a Laguna or GLM before they are written
+    change  is given the keys and tensors of a model in CONVERTERS before they are written
     """
     config = json.loads((folder / "config.json").read_text())
     weights = {name: dequantize(tensor) for name, tensor in open_checkpoint(folder).tensors.items()}
@@ -78,8 +83,8 @@ def write_gguf(
         n, nextn = config["num_hidden_layers"], _nextn(config, mtp)
         weights |= {name.replace("mtp.layers.0.", f"model.layers.{n}."): array for name, array in mtp.items()}
         config["num_hidden_layers"] = n + 1
-    if config["model_type"] in gguf_laguna_glm.CONVERTERS:
-        architecture, keys, tensors = gguf_laguna_glm.CONVERTERS[config["model_type"]](config, weights)
+    if config["model_type"] in CONVERTERS:
+        architecture, keys, tensors = CONVERTERS[config["model_type"]](config, weights)
         keys |= {"nextn_predict_layers": 1} if nextn else {}
         tensors |= nextn
         change(keys, tensors)
@@ -158,6 +163,11 @@ def _write_keys(writer: gguf.GGUFWriter, config: dict, architecture: str, mtp: b
         if rope["rope_type"] == "longrope":
             scale = config["max_position_embeddings"] / original
             writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+    if architecture.startswith("granite"):
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -177,7 +187,8 @@ def _write_keys(writer: gguf.GGUFWriter, config: dict, architecture: str, mtp: b
     if "num_experts" in config or "num_local_experts" in config:
         writer.add_expert_count(_experts(config))
         writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        if "moe_intermediate_size" in config:
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if architecture in ("qwen35moe", "qwen3next"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
 
@@ -201,6 +212,9 @@ def _tensors(config: dict, architecture: str, weights: dict[str, np.ndarray]) ->
         if "linear_attn.in_proj_qkvz.weight" in layer:
             parts = _apart(config, layer["linear_attn.in_proj_qkvz.weight"])
             out |= {f"blk.{i}.attn_{part}.weight": array for part, array in parts.items()}
+        if "block_sparse_moe.input_linear.weight" in layer:
+            gate, up = np.split(layer["block_sparse_moe.input_linear.weight"], 2, axis=1)
+            out |= {f"blk.{i}.ffn_gate_exps.weight": gate, f"blk.{i}.ffn_up_exps.weight": up}
         if "mlp.experts.0.gate_proj.weight" in layer:
             for part in ("gate", "up", "down"):
                 stack = [layer[f"mlp.experts.{e}.{part}_proj.weight"] for e in range(_experts(config))]
@@ -209,7 +223,7 @@ def _tensors(config: dict, architecture: str, weights: dict[str, np.ndarray]) ->
 
 
 def _converted(config: dict, architecture: str, name: str, array: np.ndarray) -> np.ndarray:
-    if architecture == "llama" and name.startswith(("self_attn.q_proj", "self_attn.k_proj")):
+    if architecture in ADJACENT and name.startswith(("self_attn.q_proj", "self_attn.k_proj")):
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         return array.reshape(heads, 2, -1, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
     if not architecture.startswith(DELTA):

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter makes of Laguna, GLM-4.7-Flash (`deepseek2`), GLM-4.5, Gemma 3 and gpt-oss: keys, tensors.
+"""What llama.cpp's converter makes of Laguna, GLM-4.5, Gemma 3, gpt-oss; `deepseek2`: GLM-4.7-Flash, DeepSeek's models.
 
 Independent of `common/models`, like gguf_files.py, which writes them. A test may change both before they are written.
 """
@@ -69,7 +69,7 @@ def laguna(config: dict, weights: Arrays) -> Converted:
         keys["attention.sliding_window"] = config["sliding_window"]
         keys["rope.freq_base_swa"] = sliding["rope_theta"]
         keys["rope.dimension_count_swa"] = int(head_dim * sliding["partial_rotary_factor"])
-    return "laguna", keys, _tensors(config, config["num_experts"], weights)
+    return "laguna", keys, tensors_of(config, config["num_experts"], weights)
 
 
 def glm(config: dict, weights: Arrays) -> Converted:
@@ -78,13 +78,12 @@ def glm(config: dict, weights: Arrays) -> Converted:
     keys = _common_keys(config, config["n_routed_experts"]) | {
         "attention.head_count": heads,
         "attention.head_count_kv": 1,
-        "attention.q_lora_rank": config["q_lora_rank"],
         "attention.kv_lora_rank": R,
         "attention.key_length": R + rope_dim,
         "attention.value_length": R,
         "attention.key_length_mla": N + rope_dim,
         "attention.value_length_mla": V,
-        "leading_dense_block_count": config["mlp_layer_types"].count("dense"),
+        "leading_dense_block_count": _dense_layers(config),
         "expert_shared_count": config["n_shared_experts"],
         "expert_group_count": 1,
         "expert_group_used_count": 1,
@@ -93,7 +92,14 @@ def glm(config: dict, weights: Arrays) -> Converted:
         "rope.freq_base": config["rope_parameters"]["rope_theta"],
         "rope.dimension_count": rope_dim,
     }
-    tensors = _tensors(config, config["n_routed_experts"], weights)
+    if config["q_lora_rank"] is not None:
+        keys["attention.q_lora_rank"] = config["q_lora_rank"]
+    if config["model_type"] == "deepseek_v2":
+        keys["expert_gating_func"] = 1
+        del keys["expert_weights_norm"]
+    if config["rope_parameters"]["rope_type"] == "yarn":
+        keys |= _yarn(config["rope_parameters"])
+    tensors = tensors_of(config, config["n_routed_experts"], weights)
     for i in range(config["num_hidden_layers"]):
         kv_b = tensors.pop(f"blk.{i}.attn_kv_b.weight").reshape(heads, N + V, R)
         tensors[f"blk.{i}.attn_k_b.weight"] = kv_b[:, :N].swapaxes(1, 2)
@@ -101,10 +107,26 @@ def glm(config: dict, weights: Arrays) -> Converted:
     return "deepseek2", keys, tensors
 
 
+def _dense_layers(config: dict) -> int:
+    kinds = config.get("mlp_layer_types")
+    return kinds.count("dense") if kinds else config["first_k_dense_replace"]
+
+
+def _yarn(rope: dict) -> dict[str, Any]:
+    return {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        "rope.scaling.yarn_beta_fast": rope["beta_fast"],
+        "rope.scaling.yarn_beta_slow": rope["beta_slow"],
+        "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
+    }
+
+
 def gemma3(config: dict, weights: Arrays) -> Converted:
     """Norm weights plus 1; the rope of sliding layers and which layers slide are not stated."""
     full = config["rope_parameters"]["full_attention"]
-    keys = _sizes(config) | {
+    keys = sizes(config) | {
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": config["head_dim"],
@@ -115,7 +137,7 @@ def gemma3(config: dict, weights: Arrays) -> Converted:
         "rope.scaling.factor": full["factor"],
     }
     weights = {name: array + 1 if name.endswith("norm.weight") else array for name, array in weights.items()}
-    return "gemma3", keys, _tensors(config, 0, weights, NAMES | GEMMA_NORMS)
+    return "gemma3", keys, tensors_of(config, 0, weights, NAMES | GEMMA_NORMS)
 
 
 def glm4_moe(config: dict, weights: Arrays) -> Converted:
@@ -134,13 +156,13 @@ def glm4_moe(config: dict, weights: Arrays) -> Converted:
     }
     own = {"post_attention_layernorm.weight": "post_attention_norm.weight"}
     own |= {f"self_attn.{x}_proj.bias": f"attn_{x}.bias" for x in "qkv"}
-    return "glm4moe", keys, _tensors(config, config["n_routed_experts"], weights, NAMES | own)
+    return "glm4moe", keys, tensors_of(config, config["n_routed_experts"], weights, NAMES | own)
 
 
 def gpt_oss(config: dict, weights: Arrays) -> Converted:
     """Rows of gates and ups alternate in training; which layers slide, and what YaRN truncates, are not stated."""
     rope = config["rope_parameters"]
-    keys = _sizes(config) | {
+    keys = sizes(config) | {
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": config["head_dim"],
@@ -160,7 +182,7 @@ def gpt_oss(config: dict, weights: Arrays) -> Converted:
         **{"mlp.router.weight": "ffn_gate_inp.weight", "mlp.router.bias": "ffn_gate_inp.bias"},
         "post_attention_layernorm.weight": "post_attention_norm.weight",
     }
-    tensors = _tensors(config, 0, weights, NAMES | own)
+    tensors = tensors_of(config, 0, weights, NAMES | own)
     for i in range(config["num_hidden_layers"]):
         stem = f"model.layers.{i}.mlp.experts."
         columns, biases = weights[stem + "gate_up_proj"], weights[stem + "gate_up_proj_bias"]
@@ -173,6 +195,7 @@ def gpt_oss(config: dict, weights: Arrays) -> Converted:
 
 
 CONVERTERS = {"laguna": laguna, "glm4_moe": glm4_moe, "glm4_moe_lite": glm, "gemma3_text": gemma3, "gpt_oss": gpt_oss}
+CONVERTERS |= {"deepseek_v2": glm, "deepseek_v3": glm}
 
 
 def write_keys(writer: gguf.GGUFWriter, architecture: str, keys: dict[str, Any]) -> None:
@@ -183,7 +206,7 @@ def write_keys(writer: gguf.GGUFWriter, architecture: str, keys: dict[str, Any])
 
 
 def _common_keys(config: dict, experts: int) -> dict[str, Any]:
-    return _sizes(config) | {
+    return sizes(config) | {
         "expert_count": experts,
         "expert_used_count": config["num_experts_per_tok"],
         "expert_feed_forward_length": config["moe_intermediate_size"],
@@ -191,7 +214,7 @@ def _common_keys(config: dict, experts: int) -> dict[str, Any]:
     }
 
 
-def _sizes(config: dict) -> dict[str, Any]:
+def sizes(config: dict) -> dict[str, Any]:
     return {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -202,7 +225,7 @@ def _sizes(config: dict) -> dict[str, Any]:
     }
 
 
-def _tensors(config: dict, experts: int, weights: Arrays, names: dict[str, str] = NAMES) -> Arrays:
+def tensors_of(config: dict, experts: int, weights: Arrays, names: dict[str, str] = NAMES) -> Arrays:
     out = {TOP[name]: array for name, array in weights.items() if name in TOP}
     for i in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{i}."

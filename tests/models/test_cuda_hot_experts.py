@@ -23,7 +23,7 @@ from cuda_backend.ops import CudaOps  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-MIXTURES = ["qwen35moe", "qwen3next", "qwen3moe", "laguna", "glm", "glm4moe", "gptoss"]
+MIXTURES = ["qwen35moe", "qwen3next", "qwen3moe", "laguna", "glm", "glm4moe", "gptoss", "deepseek2", "granitemoe"]
 TREE = [PAST, 0, 1, 1, 0, 4, 2, 3]
 SHARES = [0.0, 0.3, 0.6]  # of what lies between the least budget and all experts
 

@@ -52,6 +52,13 @@ FAMILIES = [
     "glm",
     "glm4moe",
     "gptoss",
+    "smollm3",
+    "granite",
+    "olmo2",
+    "olmo3",
+    "deepseek2",
+    "deepseek3",
+    "granitemoe",
 ]
 TWO = Placement((0, 1), (1, 1))
 

@@ -55,6 +55,13 @@ FAMILIES = [
     "glm",
     "glm4moe",
     "gptoss",
+    "smollm3",
+    "granite",
+    "olmo2",
+    "olmo3",
+    "deepseek2",
+    "deepseek3",
+    "granitemoe",
 ]
 # Partial sums are added in another order than one product adds them, then rows are quantized for the next product: as
 # two GPUs of different stripes. Gated DeltaNet's norms of small heads amplify it.

@@ -187,7 +187,67 @@ def with_older_gemma_keys(c: Checkpoint) -> Checkpoint:
     return replace(c, config=config | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
 
 
+def by_interval(c: Checkpoint) -> Checkpoint:
+    """Without the list of layers without rope."""
+    return replace(c, config={key: value for key, value in c.config.items() if key != "no_rope_layers"})
+
+
+def of_olmo3_as_released(c: Checkpoint) -> Checkpoint:
+    """One base of all ropes, and YaRN beside it, for full layers alone."""
+    config = {key: value for key, value in c.config.items() if key not in ("rope_parameters", "layer_types")}
+    yarn = {key: value for key, value in c.config["rope_parameters"]["full_attention"].items() if key != "rope_theta"}
+    return replace(c, config=config | {"rope_theta": 1e2, "rope_scaling": yarn})
+
+
+def with_a_period(c: Checkpoint) -> Checkpoint:
+    """Which layers have a window as the period that readers assume, without a factor that they derive."""
+    keys = ("olmo2.attention.sliding_window_pattern", "olmo2.rope.scaling.yarn_attn_factor")
+    return replace(c, config={key: value for key, value in c.config.items() if key not in keys})
+
+
+def older_deepseek(c: Checkpoint) -> Checkpoint:
+    """Files of DeepSeek-V2-Lite before attention to latents: one matrix for keys and values, one KV head per head."""
+    tensors = {key: tensor for key, tensor in c.tensors.items() if "attn_k_b" not in key and "attn_v_b" not in key}
+    for i in range(3):
+        k, v = (dequantize(c.tensors[f"blk.{i}.attn_{part}_b.weight"]) for part in "kv")
+        kv = np.concatenate([k.swapaxes(1, 2), v], axis=1)
+        tensors[f"blk.{i}.attn_kv_b.weight"] = dense(f"blk.{i}.attn_kv_b.weight", kv.reshape(-1, kv.shape[-1]))
+    drop = ("_mla", "expert_gating_func", "expert_group_count", "expert_group_used_count")
+    config = {key: value for key, value in c.config.items() if not key.endswith(drop)}
+    keys = {"head_count_kv": 4, "key_length": 24, "value_length": 24}
+    return replace(c, config=config | {f"deepseek2.attention.{k}": v for k, v in keys.items()}, tensors=tensors)
+
+
+def without_gating(c: Checkpoint) -> Checkpoint:
+    """The biases of the router say that a sigmoid chooses experts."""
+    return replace(c, config={key: value for key, value in c.config.items() if "gating_func" not in key})
+
+
+def granite_in_modules(c: Checkpoint) -> Checkpoint:
+    """mlx-lm's conversion of a Granite mixture: gate and up apart."""
+    tensors = dict(c.tensors)
+    for i in range(3):
+        name = f"model.layers.{i}.block_sparse_moe."
+        gate, up = np.split(dequantize(tensors.pop(name + "input_linear.weight")), 2, axis=1)
+        down = dequantize(tensors.pop(name + "output_linear.weight"))
+        for part, array in (("gate", gate), ("up", up), ("down", down)):
+            key = f"{name}switch_mlp.{part}_proj.weight"
+            tensors[key] = dense(key, array)
+    return replace(c, tensors=tensors)
+
+
 SAFETENSORS = [
+    ("granitemoe", granite_in_modules),
+    ("granitemoe", with_old_rope_keys),
+    ("deepseek2", with_old_rope_keys),
+    ("deepseek2", with_stacked_experts),
+    ("deepseek2", in_modules),
+    ("deepseek3", with_old_rope_keys),
+    ("olmo2", with_old_rope_keys),
+    ("olmo3", of_olmo3_as_released),
+    ("granite", with_old_rope_keys),
+    ("smollm3", by_interval),
+    ("smollm3", with_old_rope_keys),
     ("gemma3", gemma_as_released),
     ("gemma3", gemma_of_newer_transformers),
     ("gemma3", with_older_gemma_keys),
@@ -306,6 +366,11 @@ def of_qwen3vl(c: Checkpoint) -> Checkpoint:
 GGUF = [
     ("qwen3", of_qwen3vl),
     ("qwen3moe", of_qwen3vl),
+    ("deepseek2", older_deepseek),
+    ("deepseek2", fused_experts),
+    ("deepseek3", without_gating),
+    ("olmo3", with_a_period),
+    ("olmo2", with_unit_axes),
     ("gemma3", listed_windows),
     ("gemma3", without_unit_axes),
     ("gemma3", with_unit_axes),

@@ -22,7 +22,11 @@ class Counted(NumpyOps):
         return super().expert_weight(*parts)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3moe", "qwen35moe", "qwen3next", "laguna", "glm", "glm4moe", "gptoss"])
+EXPERTS = ["qwen3", "qwen3moe", "qwen35moe", "qwen3next", "laguna", "glm", "glm4moe", "gptoss"]
+EXPERTS += ["deepseek2", "granitemoe"]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
 def test_experts_are_loaded_as_experts(name):
     """Two stacks per sparse layer, gates with ups and downs, and no other weight: latent heads are stacks too."""
     checkpoint, ops = tiny.checkpoint(name), Counted()

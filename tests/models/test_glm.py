@@ -238,14 +238,14 @@ def test_gguf_fused_and_quantized(ops, tmp_path, matrices):
 
 @pytest.mark.parametrize(("vocab", "supported"), [(glm.GLM_VOCAB, True), (96, False)])
 def test_gguf_softmax_router(tmp_path, vocab, supported):
-    """A converter wrote softmax for this model by mistake; for other models softmax is refused."""
+    """A converter wrote softmax for this model by mistake; a softmax of other models does not norm its weights."""
     path = write_gguf(FOLDER, tmp_path / "m.gguf", change=lambda keys, tensors: keys.update({"expert_gating_func": 1}))
     checkpoint = open_checkpoint(path)
     checkpoint.tensors["token_embd.weight"] = Tensor("token_embd.weight", "F32", (vocab, 32), np.empty((vocab, 0)))
     if supported:
         assert glm.read_config(checkpoint).vocab == vocab
     else:
-        with pytest.raises(BimetalError, match="expert_gating_func is 1; supported: 2"):
+        with pytest.raises(BimetalError, match="expert_weights_norm is True; supported: False"):
             glm.read_config(checkpoint)
 
 
@@ -253,9 +253,13 @@ def test_gguf_softmax_router(tmp_path, vocab, supported):
     ("change", "message"),
     [
         (lambda keys, _: keys.update({"expert_group_count": 8}), "expert_group_count is 8; supported: 1"),
-        (lambda keys, _: keys.update({"rope.scaling.type": "yarn"}), "rope.scaling.type is 'yarn'; supported: none"),
+        (
+            lambda keys, _: keys.update({"rope.scaling.type": "yarn"}),
+            "lacks the required key deepseek2.rope.scaling.factor",
+        ),
+        (lambda keys, _: keys.update({"expert_gating_func": 3}), "expert_gating_func is 3; supported: 1 or 2"),
         (lambda keys, _: keys.pop("attention.key_length_mla"), "lacks the required key deepseek2.attention.key_length"),
-        (lambda keys, _: keys.pop("attention.q_lora_rank"), "lacks the required key deepseek2.attention.q_lora_rank"),
+        (lambda keys, _: keys.pop("attention.q_lora_rank"), "lacks tensors blk.0.attn_q.weight, "),
         (lambda keys, _: keys.update({"attention.key_length_mla": 8}), "8 roped channels leave none"),
         (lambda keys, _: keys.update({"nextn_predict_layers": 3}), "leaves 0 layers"),
         (lambda keys, tensors: tensors.pop("blk.1.exp_probs_b.bias"), "lacks tensor blk.1.exp_probs_b.bias"),

@@ -205,7 +205,7 @@ def test_a_block_of_further_tokens_is_left_out(tmp_path):
     assert divergence(tmp_path / "out.gguf", "glm") < 1e-9
 
 
-@pytest.mark.parametrize("name", ["laguna", "laguna-m1", "glm", "glm4moe"])
+@pytest.mark.parametrize("name", ["laguna", "laguna-m1", "glm", "glm4moe", "deepseek2"])
 def test_from_a_gguf_file(name, tmp_path):
     made = write_gguf(tiny.FOLDER / name, tmp_path / "in.gguf")
     quantize(made, tmp_path / "out.gguf", "--type", "Q8_0")

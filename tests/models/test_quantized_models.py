@@ -45,6 +45,7 @@ from generate.__main__ import main
 IDS = tiny.golden("qwen3")["ids"][:96]
 MIXTURES = ["laguna", "laguna-m1", "glm", "glm4moe", "qwen3next"]
 EXPERTS = ["qwen3moe", "qwen35moe", "qwen3next", "laguna", "glm", "glm4moe", "gptoss"]
+EXPERTS += ["deepseek2", "deepseek3", "granitemoe"]
 GGUF_MODELS = [name for name in tiny.MODELS if name not in MIXTURES] + MIXTURES
 
 
@@ -94,7 +95,9 @@ def as_encoded(name, path):
 
     for key in find_weights(checkpoint, definition.layout(definition.read_config(checkpoint), checkpoint)):
         values = dequantize(tensors[key])
-        if key.endswith("kv_b_proj.weight"):  # two modules of mlx-lm's; rows of the first, 16 values, stay as they are
+        if (
+            key.endswith("kv_b_proj.weight") and key not in written
+        ):  # two modules of mlx-lm's; rows of the first, 16 values, stay as they are
             assert written[key.replace("kv_b_proj", "embed_q")].scales is None
             of_values = np.arange(len(values)) % (len(values) // checkpoint.config["num_attention_heads"]) >= 16
             at = np.flatnonzero(of_values)
@@ -107,7 +110,10 @@ def as_encoded(name, path):
         elif key.endswith("experts.down_proj"):
             values = encoded(swapped(tensors[key]), key + ".weight").swapaxes(1, 2)
         else:
-            values = encoded(tensors[key], re.sub(r"\.experts\.\d+\.", ".switch_mlp.", key))
+            module = re.sub(r"\.experts\.\d+\.", ".switch_mlp.", key)
+            for stack, part in (("input_linear", "gate_proj"), ("output_linear", "down_proj")):  # of Granite
+                module = module.replace(stack, f"switch_mlp.{part}")
+            values = encoded(tensors[key], module)
         tensors[key] = dense(key, values)
     return load_model(replace(checkpoint, tensors=tensors), NumpyOps())
 
@@ -543,7 +549,7 @@ def test_families_without_a_gguf_writer(tmp_path, capsys):
     assert "a GGUF file of deepseek2 cannot be written; supported: llama" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-untied", "qwen2", "qwen3", "phi3", "phi4mini"])
+@pytest.mark.parametrize("name", ["llama", "llama-untied", "qwen2", "qwen3", "smollm3", "phi3", "phi4mini"])
 def test_a_folder_from_a_gguf_file(name, tmp_path):
     """The bytes of the folder made from the model's own safetensors, where the file holds its values exactly."""
     made = write_gguf(tiny.FOLDER / name, tmp_path / "in.gguf")
@@ -616,12 +622,19 @@ def test_the_wedlm_demo_there_and_back(tmp_path):
     assert ours.config["tokenizer.chat_template"] == theirs.config["tokenizer.chat_template"]
 
 
+def test_a_gguf_file_cannot_state_the_layers_without_rope(tmp_path, capsys):
+    """Its readers take every fourth layer of SmolLM3."""
+    folder = rewritten(tiny.FOLDER / "smollm3", tmp_path / "in", no_rope_layers=[1, 0, 1, 1, 1])
+    assert main(["quantize", str(folder), str(tmp_path / "out.gguf")]) == 1
+    assert "a GGUF file cannot state no_rope (1,) of this model" in capsys.readouterr().err
+
+
 def test_folders_from_gguf_files_that_are_refused(tmp_path, capsys):
     made = write_gguf(tiny.FOLDER / "qwen35", tmp_path / "in.gguf")
     assert main(["quantize", str(made), str(tmp_path / "out")]) == 1
-    assert "a GGUF file of qwen35, of which no MLX folder can be made; supported: llama, phi3, qwen2, qwen3, wedlm" in (
-        capsys.readouterr().err
-    )
+    supported = "llama, phi3, qwen2, qwen3, smollm3, wedlm"
+    words = f"a GGUF file of qwen35, of which no MLX folder can be made; supported: {supported}"
+    assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.part").exists()
 
@@ -701,6 +714,8 @@ def float32_copy(name, path):
     older: dict[str, Any] = {"rope_parameters": None, "rope_theta": 10000.0}
     if name == "qwen3next":
         older["partial_rotary_factor"] = 0.25
+    if name == "glm4moe":
+        older["partial_rotary_factor"] = 0.5
     if name == "qwen3moe":  # as released
         older["num_experts"] = 8
     if name in ("mistral", "phi3"):  # whose window mlx-lm does not read
@@ -709,10 +724,20 @@ def float32_copy(name, path):
         rope = config["rope_parameters"]
         scaling = {"type": "longrope", **{f"{each}_factor": rope[f"{each}_factor"] for each in ("long", "short")}}
         older |= {"rope_scaling": scaling, "partial_rotary_factor": 0.75}
+    if name == "deepseek2":
+        older |= {"rope_theta": 100.0, "rope_scaling": config["rope_parameters"]}
+    if name == "olmo3":
+        yarn = config["rope_parameters"]["full_attention"]
+        older |= {"rope_theta": 100.0, "rope_scaling": yarn}
     if name == "gemma3":
         older |= {"rope_theta": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
         older |= {"rope_local_base_freq": 10000.0, "sliding_window_pattern": 6}
-    return rewritten(tiny.FOLDER / name, path, **older)
+    folder = rewritten(tiny.FOLDER / name, path, **older)
+    for family, key in (("deepseek", "q_lora_rank"), ("glm4moe", "rope_scaling")):  # whose null mlx-lm reads
+        if name.startswith(family):
+            values = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(values | {key: None}))
+    return folder
 
 
 @pytest.mark.model

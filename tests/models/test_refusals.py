@@ -54,7 +54,7 @@ def refusal(checkpoint: Checkpoint) -> str:
         load_model(checkpoint, NumpyOps())
     message = str(caught.value)
     assert "\n" not in message
-    assert len(message) < 400
+    assert len(message) < 600  # the list of architectures takes most of it
     return message
 
 
@@ -188,14 +188,8 @@ WRONG = [  # model, format, key, value, what the sentence says
     ("gptoss", "safetensors", "attention_bias", False, "attention_bias is False; supported: True"),
     ("gptoss", "safetensors", "swiglu_alpha", 1.0, "swiglu_alpha is 1.0; supported: 1.702"),
     ("gptoss", "safetensors", "swiglu_limit", 0.0, "swiglu_limit is 0.0, expected a finite number above 0"),
-    ("gptoss", "safetensors", "layer_types", ["chunked"] * 3, "layer_types has 'chunked'; supported: sliding_att"),
-    (
-        "gptoss",
-        "safetensors",
-        "layer_types",
-        ["full_attention"],
-        "layer_types lists 1 layers, and num_hidden_layers is",
-    ),
+    ("gptoss", "safetensors", "layer_types", ["chunked"] * 3, "layer_types must name full_attention or sliding_"),
+    ("gptoss", "safetensors", "layer_types", ["full_attention"], "layer_types must name full_attention or sliding_"),
     ("gptoss", "safetensors", "sliding_window", 0, "sliding_window is 0, expected a number from 1"),
     ("gptoss", "safetensors", "num_experts_per_tok", 7, "the configuration chooses 7 of 6 experts"),
     ("gptoss", "safetensors", "rope_parameters/truncate", "no", "rope_parameters.truncate is 'no', expected bool"),
@@ -227,6 +221,48 @@ WRONG = [  # model, format, key, value, what the sentence says
     ("mistral", "gguf", "llama.attention.sliding_window", -1, "sliding_window is -1, expected a number from 1"),
     ("mistral", "safetensors", "model_type", "mistral3", "lacks the required key text_config (dict)"),
     ("qwen3", "safetensors", "model_type", "qwen3_vl", "lacks the required key text_config (dict)"),
+    ("granite", "safetensors", "residual_multiplier", 0, "residual_multiplier is 0.0, expected a finite number above"),
+    ("granite", "safetensors", "logits_scaling", -1.0, "logits_scaling is -1.0, expected a finite number above 0"),
+    ("granite", "safetensors", "embedding_multiplier", "12", "embedding_multiplier is '12', expected float"),
+    ("granite", "safetensors", "attention_multiplier", 0.0, "attention_multiplier is 0.0, expected a finite number"),
+    ("granite", "safetensors", "attention_bias", True, "attention_bias is True; supported: False"),
+    ("granitemoe", "safetensors", "num_local_experts", ..., "lacks the required key num_local_experts (int)"),
+    ("granitemoe", "safetensors", "num_experts_per_tok", 9, "the configuration chooses 9 of 8 experts"),
+    ("granitemoe", "gguf", "granitemoe.expert_shared_feed_forward_length", 16, "_length is 16; supported: 0"),
+    ("granite", "gguf", "granite.logit_scale", 0.0, "granite.logit_scale is 0.0, expected a finite number above 0"),
+    ("granite", "gguf", "granite.rope.scaling.finetuned", False, "scaling.finetuned is False; supported: True"),
+    ("olmo2", "safetensors", "attention_bias", True, "attention_bias is True; supported: False"),
+    ("olmo2", "safetensors", "hidden_act", "gelu", "hidden_act is 'gelu'; supported: silu"),
+    ("olmo2", "safetensors", "num_attention_heads", 3, "2 key/value heads do not divide 3 heads"),
+    ("olmo2", "gguf", "olmo2.attention.value_length", 4, "attention.value_length is 4; supported: 8"),
+    ("olmo3", "safetensors", "layer_types", ["full_attention"], "layer_types must name full_attention or sliding_"),
+    ("olmo3", "safetensors", "sliding_window", ..., "lacks the required key sliding_window (int)"),
+    ("olmo3", "safetensors", "rope_parameters/full_attention/mscale", 1.0, "rope_parameters.mscale is not supported"),
+    ("olmo3", "gguf", "olmo2.attention.sliding_window_pattern", [True], "window_pattern does not cover 5 layers"),
+    ("olmo3", "gguf", "olmo2.attention.sliding_window", -1, "sliding_window is -1, expected a number from 1"),
+    ("olmo3", "gguf", "olmo2.rope.scaling.yarn_attn_factor", 1.5, "yarn_attn_factor is 1.5; supported: 1.0"),
+    ("deepseek2", "safetensors", "n_group", 8, "n_group is 8; supported: 1"),
+    ("deepseek2", "safetensors", "topk_group", 3, "topk_group is 3; supported: 1"),
+    ("deepseek2", "safetensors", "topk_method", "noaux_tc", "topk_method is 'noaux_tc'; supported: greedy or group_"),
+    ("deepseek2", "safetensors", "norm_topk_prob", True, "norm_topk_prob is True; supported: False"),
+    ("deepseek2", "safetensors", "scoring_func", "sigmoid", "scoring_func is 'sigmoid'; supported: softmax"),
+    ("deepseek2", "safetensors", "q_lora_rank", 32, "lacks tensors model.layers.0.self_attn.q_a_layernorm.weight, "),
+    ("deepseek2", "safetensors", "rope_parameters/mscale", "1", "rope_parameters.mscale is '1', expected float"),
+    ("deepseek2", "safetensors", "rope_parameters/rope_type", "longrope", "rope type 'longrope'; supported: default"),
+    ("deepseek2", "safetensors", "moe_layer_freq", 2, "moe_layer_freq is 2; supported: 1"),
+    ("deepseek2", "gguf", "deepseek2.rope.scaling.yarn_log_multiplier", ..., "lacks the required key deepseek2.rope."),
+    ("deepseek2", "gguf", "deepseek2.expert_weights_norm", True, "expert_weights_norm is True; supported: False"),
+    ("deepseek2", "gguf", "deepseek2.expert_group_count", 8, "expert_group_count is 8; supported: 1"),
+    ("deepseek3", "safetensors", "n_group", ..., "n_group is 8; supported: 1"),
+    ("deepseek3", "safetensors", "topk_group", 4, "topk_group is 4; supported: 1"),
+    ("deepseek3", "safetensors", "norm_topk_prob", False, "norm_topk_prob is False; supported: True"),
+    ("deepseek3", "safetensors", "scoring_func", "softmax", "scoring_func is 'softmax'; supported: sigmoid"),
+    ("deepseek3", "safetensors", "attention_bias", True, "attention_bias is True; supported: False"),
+    ("smollm3", "safetensors", "no_rope_layers", [1, 0], "no_rope_layers must list 0 or 1 for each of 5 layers"),
+    ("smollm3", "safetensors", "no_rope_layers", [2] * 5, "no_rope_layers must list 0 or 1 for each of 5 layers"),
+    ("smollm3", "safetensors", "no_rope_layer_interval", 0, "no_rope_layer_interval is 0, expected a number from 1"),
+    ("smollm3", "safetensors", "use_sliding_window", True, "use_sliding_window is True; supported: False"),
+    ("smollm3", "safetensors", "attention_bias", True, "attention_bias is True; supported: False"),
     ("llama", "safetensors", "rms_norm_eps", 0, "rms_norm_eps is 0.0, expected a finite number above 0"),
     ("llama", "safetensors", "rms_norm_eps", float("nan"), "rms_norm_eps is nan, expected a finite number above 0"),
     ("llama", "safetensors", "rope_parameters", [1e4], "rope_parameters is [10000.0], expected dict"),
@@ -291,7 +327,7 @@ def with_tensor(checkpoint: Checkpoint, name: str, tensor: Tensor | None) -> Che
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2", "qwen3moe", "qwen35moe", "qwen3next", "gemma3", "glm4moe", "gptoss"]
+    "name", ["llama", "qwen2", "qwen3moe", "qwen35moe", "qwen3next", "gemma3", "glm4moe", "gptoss", "olmo2"]
 )
 def test_every_tensor_counts(checkpoints, name, form):
     """Without any one tensor, and with any one too long by a row, the file is refused by that tensor's name."""

@@ -114,7 +114,7 @@ def query_rows(order: Callable) -> Callable:
     return weight("qkv", wrong=lambda w: np.concatenate([w[: 2 * H * D][index], w[2 * H * D :]]))
 
 
-def top_of_softmax(right, logits, top_k):
+def top_of_softmax(right, logits, top_k, scale):
     """The chosen probabilities without renormalization."""
     ids, weights = right(logits, logits.shape[-1])
     return ids[:, :top_k], weights[:, :top_k]
@@ -141,6 +141,13 @@ def unscaled(rope):
 
 def plain_rope(c):
     return Rope(blocks._frequencies(1e4, c.head_dim))
+
+
+def of_k_heads(right, x, w, eps):
+    """Norm each k head of 8 channels alone, of two that OLMo 2 norms together."""
+    if w.size != 16:
+        return right(x, w, eps)
+    return right(x.reshape(len(x), 2, 8), w.reshape(2, 8), eps).reshape(x.shape)
 
 
 def tiled(x):
@@ -217,6 +224,22 @@ TRAPS = [  # name, model, mistake
     ("the other rope", "phi4mini", config(rope=lambda c: c.short_rope)),
     ("a rope without its factor", "phi4mini", config(rope=lambda c: Rope(c.rope.frequencies))),
     ("a window of one key more", "mistral", config(window=lambda c: c.window + 1)),
+    ("embedding not divided by the residual factor", "granite", config(embedding_scale=lambda c: 3.0)),
+    ("embedding not multiplied", "granite", config(embedding_scale=lambda c: 1 / 0.6)),
+    ("epsilon of undivided hidden states", "granite", config(eps=lambda c: 1e-2)),
+    ("scores divided by the root of the head size", "granite", config(attention_scale=lambda c: 8**-0.5)),
+    ("logits not divided", "granite", config(logit_scale=lambda c: 1.0)),
+    ("logits multiplied", "granite", config(logit_scale=lambda c: 1.5)),
+    ("norms of each k head", "olmo2", op("rms_norm", of_k_heads)),
+    ("no norm of k", "olmo2", op("rms_norm", lambda f, x, w, eps: x if w.size == 16 else f(x, w, eps))),
+    ("norms after the halves left out", "olmo2", weight("attn_post_norm", "ffn_post_norm", wrong=np.ones_like)),
+    ("YaRN in layers with a window", "olmo3", config(sliding_rope=lambda c: c.rope)),
+    ("YaRN in no layer", "olmo3", config(rope=lambda c: c.sliding_rope)),
+    ("no magnitude of YaRN", "olmo3", config(rope=lambda c: unscaled(c.rope))),
+    ("a window of one key less", "olmo3", config(window=lambda c: c.window - 1)),
+    ("windows in all layers", "olmo3", config(is_sliding=lambda c: (True,) * len(c.is_sliding))),
+    ("rope in every layer", "smollm3", config(no_rope=lambda c: ())),
+    ("rope in every fourth layer alone", "smollm3", config(no_rope=lambda c: (0, 1, 2, 4))),
     # norms
     ("norms without + 1", "qwen35", weight(*NORMS, wrong=lambda w: w - 1)),
     ("norms + 1 twice", "qwen35", weight(*NORMS, wrong=lambda w: w + 1)),
@@ -225,11 +248,22 @@ TRAPS = [  # name, model, mistake
     ("final norm without eps and weight", "llama", weight("norm", wrong=np.ones_like)),
     # experts
     ("router not renormalized", "qwen35moe", op("route_softmax", top_of_softmax)),
-    ("one expert fewer", "qwen35moe", op("route_softmax", lambda f, logits, k: f(logits, k - 1))),
+    ("one expert fewer", "qwen35moe", op("route_softmax", lambda f, logits, k, scale: f(logits, k - 1))),
     ("equal experts", "qwen35moe", op("route_softmax", lambda f, *a: (f(*a)[0], np.full_like(f(*a)[1], 1 / 3)))),
     ("experts' gate and up swapped", "qwen35moe", weight("experts_gate_up", wrong=swap_halves)),
     ("router not renormalized, no shared expert", "qwen3moe", op("route_softmax", top_of_softmax)),
     ("shared expert without its gate", "qwen35moe", op("mul_sigmoid", lambda f, x, g: f(x, g) if g.ndim > 2 else x)),
+    ("probabilities among the chosen experts", "deepseek2", op("route_softmax", lambda f, x, k, scale: f(x, k))),
+    ("probabilities not scaled", "deepseek2", op("route_softmax", lambda f, x, k, scale: f(x, k, 1.0))),
+    ("scores without YaRN's factor", "deepseek2", config(score_factor=lambda c: 1.0)),
+    ("YaRN's factor of scores not squared", "deepseek2", config(score_factor=lambda c: c.score_factor**0.5)),
+    ("YaRN's magnitude of the rope too", "deepseek2", config(rope=lambda c: replace(c.rope, magnitude=1.147))),
+    ("positions not divided", "deepseek2", config(rope=lambda c: Rope(blocks._frequencies(1e2, 8)))),
+    (
+        "no scale of routed experts of DeepSeek-V3",
+        "deepseek3",
+        op("route_sigmoid", lambda f, x, b, k, s: f(x, b, k, 1.0)),
+    ),
     # feed-forward, head, rope scaling
     ("gate and up swapped", "llama", op("swiglu", lambda f, gate, up: f(up, gate))),
     ("gate and up swapped in GeGLU", "gemma3", op("geglu", lambda f, gate, up: f(up, gate))),
@@ -273,6 +307,7 @@ LOADING = [  # name, model, format, module, function of the loader that then lea
     ("V rows as stored", "qwen35", "safetensors", qwen35, "rows"),
     ("V columns as stored", "qwen35", "safetensors", qwen35, "column_groups"),
     ("rope pairs as stored", "llama", "gguf", llama, "rows"),
+    ("rope pairs of layers without rope as stored", "smollm3", "gguf", llama, "rows"),
     ("rope divisors not read", "llama", "gguf", blocks, "dequantize"),
 ]
 

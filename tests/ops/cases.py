@@ -379,8 +379,8 @@ def recurrent_cases() -> Iterator[Case]:
 
 
 def expert_cases() -> Iterator[Case]:
-    def softmax(T: int, E: int, k: int) -> Run:
-        return lambda i: list(i.ops.route_softmax(_distinct(i, T, E), k))
+    def softmax(T: int, E: int, k: int, scale: float | None = None) -> Run:
+        return lambda i: list(i.ops.route_softmax(_distinct(i, T, E), k, scale))
 
     def sigmoid(T: int, E: int, k: int) -> Run:
         return lambda i: list(i.ops.route_sigmoid(_distinct(i, T, E), i.ops.vector(dense("b", np.zeros(E))), k, 2.5))
@@ -413,6 +413,7 @@ def expert_cases() -> Iterator[Case]:
             yield Case(f"moe_biased-{T}-{stored}", op, biased(T, stored, 64))
         for E, k in ((8, 2), (5, 5), (64, 7)):
             yield Case(f"route_softmax-{T}-{E}-{k}", "route", softmax(T, E, k))
+            yield Case(f"route_softmax-{T}-{E}-{k}-scaled", "route", softmax(T, E, k, 2.5))
             yield Case(f"route_sigmoid-{T}-{E}-{k}", "route", sigmoid(T, E, k))
             yield Case(f"moe-{T}-{E}-{k}", "moe", moe(T, E, k, "packed"))
             yield Case(f"moe-{T}-{E}-{k}-dense", "moe_dense", moe(T, E, k, "weight"))

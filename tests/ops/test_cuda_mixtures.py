@@ -72,7 +72,7 @@ def test_chosen_for_one_row(type_, F, ops, monkeypatch):
     router = ops.weight(dense("r", random.normal(scale=512**-0.5, size=(20, 512))))
     before, norm = ops.weight(random_matrix("Q8_0", 512, 1024)), ops.vector(dense("n", random.normal(size=512)))
     x, z = (random.normal(size=(9, n)).astype(np.float32) for n in (512, 1024))
-    for bias, scale in ((None, 1.0), (ops.vector(dense("b", random.normal(size=20))), 2.5)):
+    for bias, scale in ((None, None), (None, 2.5), (ops.vector(dense("b", random.normal(size=20))), 2.5)):
         outs = []
         for some in (slice(0, 9), slice(0, 1), slice(5, 6)):
             ops.context.arena.reset()

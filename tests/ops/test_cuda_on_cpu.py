@@ -254,24 +254,12 @@ def test_ops(file, chosen):
     on_cpu(f"ops/test_cuda_{file}.py", chosen)
 
 
+MODELS = ["qwen3-", "qwen3moe", "qwen2", "mistral", "qwen35 ", "qwen35moe", "qwen3next", "laguna", "gemma3", "glm"]
+MODELS += ["gptoss", "phi", "smollm3", "granite", "olmo2", "olmo3", "deepseek2", "deepseek3", "granitemoe"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen3-",
-        "qwen3moe",
-        "qwen2",
-        "mistral",
-        "qwen35 ",
-        "qwen35moe",
-        "qwen3next",
-        "laguna",
-        "gemma3",
-        "glm",
-        "gptoss",
-        "phi",
-    ],
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_models(name):
     chosen = "tree or snapshot or whole or replay"
     on_cpu("models/test_cuda_models.py", f"{name.strip(' -')} and not yarn and not m1 and ({chosen})")
