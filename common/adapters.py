@@ -14,13 +14,11 @@ import numpy as np
 from common.config import Keys
 from common.errors import BimetalError, shown
 from common.gguf import read_gguf
+from common.hub_files import ADAPTER_KINDS, CONFIG, MLX_LM, PEFT
 from common.quants import PLAIN, dequantize
 from common.safetensors import read_json, read_safetensors
 from common.tensors import Tensor
 
-PEFT, MLX_LM = ("adapter_model.safetensors", "adapters.safetensors")  # files of weights beside adapter_config.json
-CONFIG = "adapter_config.json"
-KINDS = f"a folder with {CONFIG} and {PEFT} (PEFT) or {MLX_LM} (mlx-lm), or llama.cpp's GGUF file of an adapter"
 HF_LAYER = re.compile(r"(?:\w+\.)*?layers\.(\d+)\.(.+)", re.ASCII)
 GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)", re.ASCII)
 
@@ -68,7 +66,7 @@ def open_adapter(path: Path, scale: float = 1.0) -> Adapter:
         return _open_gguf(path, scale)
     folder = path.parent if path.suffix == ".safetensors" else path
     if not (folder / CONFIG).is_file():
-        raise BimetalError(f"{path} is not an adapter; supported: {KINDS}")
+        raise BimetalError(f"{path} is not an adapter; supported: {ADAPTER_KINDS}")
     keys = Keys(read_json(folder / CONFIG), str(folder / CONFIG))
     if (folder / PEFT).is_file():
         return _open_peft(folder, keys, scale)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from common.adapters import CONFIG, KINDS, MLX_LM, PEFT
 from common.errors import BimetalError
 
 DEFAULT_QUANT = "Q4_K_M"
@@ -24,6 +23,9 @@ BESIDE_WEIGHTS = (
     "*.safetensors.index.json",
     "modules.json",
 )
+CONFIG = "adapter_config.json"  # of an adapter, beside one of the next two
+PEFT, MLX_LM = "adapter_model.safetensors", "adapters.safetensors"
+ADAPTER_KINDS = f"a folder with {CONFIG} and {PEFT} (PEFT) or {MLX_LM} (mlx-lm), or llama.cpp's GGUF file of an adapter"
 POOLING = "1_Pooling/config.json"  # of a model of embeddings
 
 
@@ -61,7 +63,7 @@ def choose_adapter(
     adapters = [path for path in files if path.lower().endswith(".gguf")]
     if not adapters:
         held = ", ".join(sorted(files)[:10]) or "nothing"
-        raise BimetalError(f"{where} has no adapter, which is {KINDS}; it has {held}")
+        raise BimetalError(f"{where} has no adapter, which is {ADAPTER_KINDS}; it has {held}")
     return choose_files(adapters, where, file, quant)
 
 

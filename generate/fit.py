@@ -171,7 +171,7 @@ def _candidates(
     candidates, refusals = [], {}
     for label, path in paths.items():
         try:
-            checkpoint = with_adapters(open_checkpoint(path), args.adapter, True)
+            checkpoint = with_adapters(open_checkpoint(path), args.adapter or (), True)
             refuse_block(checkpoint)
             candidates.append(_candidate(label, checkpoint, open_backend(args.backend, checkpoint), cache, args))
         except UsageError:

@@ -305,7 +305,6 @@ def adapters(p: Any) -> None:
         dest="adapter",
         type=values.words,
         action="append",
-        default=[],
         metavar="ADAPTER",
         help="LoRA adapter to add to the model: a folder of PEFT or mlx-lm, a GGUF file, or owner/repo; ADAPTER=X "
         "multiplies it by X; repeatable",

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     path = resolve_model(args.model)
     if args.save_reference:
         check_output(Path(args.save_reference), [Path(args.text), *files_of(path)])
-    model, tokenizer = _load(path, args, args.adapter)
+    model, tokenizer = _load(path, args, args.adapter or ())
     size = window_size(args, model)
     model = with_cache(model, cache, size)
     ids = _tokens(tokenizer, text)

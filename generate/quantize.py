@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     out = None if args.out is None else Path(args.out)
     if out is not None:
         check_place(out, path)
-    checkpoint = with_adapters(open_checkpoint(path), args.adapter, True)
+    checkpoint = with_adapters(open_checkpoint(path), args.adapter or (), True)
     refuse_block(checkpoint)
     family, definition = architecture(checkpoint)
     layout = definition.layout(definition.read_config(checkpoint), checkpoint)

@@ -148,7 +148,7 @@ def test_model_on_cuda(tmp_path):
     model = load_model(open_checkpoint(quantized), CudaOps())
     assert "Q4_1" in {segment.type for segment in model.weights.layers[0].qkv.segments}
     found = tiny.logits_of(model, tiny.golden("qwen3")["ids"][:40])
-    assert tiny.errors(found, logits_of(plain, NumpyOps())).kl < 1e-3  # activations are rounded to 8 bits
+    assert tiny.errors(found, logits_of(plain, NumpyOps())).kl < 5e-3  # activations are rounded to 8 bits
 
 
 def test_written_as_gguf(tmp_path, capsys):

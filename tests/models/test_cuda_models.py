@@ -29,6 +29,10 @@ from cuda_backend.random_weights import RandomOps  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 KL = {"laguna": 5e-3, "glm": 1e-3}  # float16 keys and values move a row of 512 to another expert
+ROUNDED = {
+    "deepseek2": 5e-3,
+    "deepseek3": 1e-2,
+}  # of codes on the edge: a row that changed its expert is seen by later ones
 TREE = [PAST, 0, 1, 1, 0, 4, 2, 3]
 
 
@@ -113,7 +117,7 @@ def test_a_piece_of_a_prompt(model, ids):
 
 def test_attention_scores(model, name, ids, monkeypatch):
     """Of captured steps as of the first one, and as NumPy computes them."""
-    if name == "glm":
+    if name.startswith(("glm", "deepseek")) and name != "glm4moe":
         pytest.skip("latent attention has no keys per head")
     monkeypatch.setattr(model.ops, "prefill_rows", 20)
     if name in ("mistral", "phi3", "gptoss"):  # every layer has a window, or sink logits
@@ -358,5 +362,5 @@ def test_quantized_gguf(ops, name, matrices, tmp_path):
     rows = [tiny.errors(row[None], expected[None]).kl for row, expected in zip(logits, want, strict=True)]
     print(name, matrices, errors, np.median(rows))
     # a code that rounds the other way may move a row of a mixture to another expert: there the median row judges
-    assert (np.median(rows) if getattr(model.config, "experts", None) else errors.kl) < 3e-3
-    assert errors.top1 > 0.9
+    assert (np.median(rows) if getattr(model.config, "experts", None) else errors.kl) < ROUNDED.get(name, 3e-3)
+    assert errors.top1 > (0.8 if name in ROUNDED else 0.9)

@@ -21,6 +21,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 from cuda_backend import gemm, limit_memory, memory, occupancy  # noqa: E402
 from cuda_backend import ops as cuda_ops  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
+from cuda_backend.products import EXPAND  # noqa: E402
 from cuda_backend.random_weights import RandomOps  # noqa: E402
 from cuda_backend.sizes import snapshot_bytes, work_bytes  # noqa: E402
 from cuda_backend.weights import UPLOAD, Weight  # noqa: E402
@@ -69,7 +70,7 @@ def test_work(name, rows, cache, ops):
     model.forward(model.new_state(rows), Step.chain(np.zeros(rows, np.int32), 0), slice(rows - 1, rows))
     predicted, taken = work_bytes(layer_sizes(model), rows, rows), ops.context.arena.nbytes + UPLOAD
     print(f"{name}, {rows} rows, {ops.context.card.name}: {predicted / 1e9:.2f} GB, taken {taken / 1e9:.2f}")
-    assert taken <= predicted <= 1.4 * taken
+    assert taken <= predicted <= max(1.4 * taken, taken + 4 * EXPAND)  # small models have smaller matrices to expand
 
 
 @pytest.mark.parametrize("cache", ["", "lm4"])

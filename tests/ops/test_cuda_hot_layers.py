@@ -161,7 +161,7 @@ def test_one_row_chooses_by_itself():
     for _ in range(3):
         logits = random.normal(scale=3.0, size=E).astype(np.float32)
         held = upload(logits, layer.stream)
-        choice = np.array((held.address, 0, weights.address, NOTHING, E, USED, 0, 0, 1.0), CHOICE)
+        choice = np.array((held.address, 0, weights.address, NOTHING, E, USED, 0, 0, 0, 1.0), CHOICE)
         layer.hot.fetch(0, choice, 0, 0, 1, USED)
         layer.hot.keep()
         layer.expect(np.argsort(-logits, kind="stable")[None, :USED].astype(np.int32))
