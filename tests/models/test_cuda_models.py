@@ -29,10 +29,7 @@ from cuda_backend.random_weights import RandomOps  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 KL = {"laguna": 5e-3, "glm": 1e-3}  # float16 keys and values move a row of 512 to another expert
-ROUNDED = {
-    "deepseek2": 5e-3,
-    "deepseek3": 1e-2,
-}  # of codes on the edge: a row that changed its expert is seen by later ones
+ROUNDED = {"deepseek2": 5e-3, "deepseek3": 1e-2}  # later rows attend to a row that another expert computed
 TREE = [PAST, 0, 1, 1, 0, 4, 2, 3]
 
 
