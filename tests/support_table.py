@@ -1,5 +1,4 @@
-"""Write the support tables of README.md, docs/models.md, docs/formats.md and docs/speculative.md from runs of the tiny
-models. Families whose kernels have not run on a GPU yet are in docs/models.md in place of README.md.
+"""Write the support tables of README.md, docs/formats.md and docs/speculative.md from runs of the tiny models.
 
 It needs the `mlx` extra.
 
@@ -23,23 +22,17 @@ ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- written by python tests/support_table.py -->", "<!-- end of table -->"
 FAMILIES = {  # the family, and the tiny models that stand for it
     "Qwen3.5 / 3.6, dense and MoE (`qwen35`, `qwen35moe`)": ("qwen35", "qwen35moe"),
-    "Qwen3-Next (`qwen3next`)": ("qwen3next",),
-    "Qwen3, Qwen3-VL's text, dense and MoE, WeDLM, Qwen2.5 (`qwen3`, `qwen3moe`, `qwen2`)": (
-        *("qwen3", "qwen3-yarn", "qwen3moe", "qwen2"),
+    "Qwen3, Qwen3-Next, Qwen3-VL's text, WeDLM, Qwen2.5 (`qwen3`, `qwen3next`, `qwen2`)": (
+        *("qwen3", "qwen3-yarn", "qwen3moe", "qwen3next", "qwen2"),
     ),
-    "Llama, SmolLM2, Mistral, Phi-3/4 (`llama`, `mistral`, `phi3`)": (
-        *("llama", "llama-untied", "mistral", "phi3", "phi4mini"),
+    "Llama, SmolLM, Mistral, Phi-3/4, Granite 3 (`llama`, `mistral`, `phi3`, ...)": (
+        *("llama", "llama-untied", "smollm3", "mistral", "phi3", "phi4mini", "granite", "granitemoe"),
     ),
-    "Gemma 3, Laguna-XS.2, M.1, gpt-oss (`gemma3`, `laguna`, `gpt-oss`)": ("gemma3", "laguna", "laguna-m1", "gptoss"),
+    "gpt-oss, Gemma 3, Laguna, OLMo 2/3, DeepSeek-V2-Lite, Moonlight (`gpt-oss`, `gemma3`, ...)": (
+        *("gptoss", "gemma3", "laguna", "laguna-m1", "olmo2", "olmo3", "deepseek2", "deepseek3"),
+    ),
     "GLM-4.5 to 4.7, GLM-4.7-Flash (`glm4_moe`, `glm4_moe_lite`)": ("glm4moe", "glm"),
 }
-ON_STAND_IN = {  # families of docs/models.md
-    "SmolLM3 (`smollm3`)": ("smollm3",),
-    "Granite 3, dense and MoE (`granite`, `granitemoe`)": ("granite", "granitemoe"),
-    "OLMo 2 and 3 (`olmo2`, `olmo3`)": ("olmo2", "olmo3"),
-    "DeepSeek-V2-Lite, Moonlight (`deepseek_v2`, `deepseek_v3`)": ("deepseek2", "deepseek3"),
-}
-NO_GPU_RUN = {"glm4moe": "GLM-4.5"}  # tiny models whose kernels ran on the CPU stand-in alone, and their releases
 CLOSE = 1e-3  # logits: far above rounding, far below the quietest mistake in tests/models/test_traps.py
 
 
@@ -55,26 +48,24 @@ def tables() -> dict[Path, str]:
     backends = {name: open_backend(name, tiny.checkpoint("llama")) for name in ("mlx", "numpy")}
     docs = ROOT / "docs"
     return {
-        ROOT / "README.md": _models(backends, FAMILIES, COLUMNS["CUDA"]),
-        docs / "models.md": _models(backends, ON_STAND_IN, "stand-in-tested"),
+        ROOT / "README.md": _models(backends),
         docs / "formats.md": _types(backends),
         docs / "speculative.md": _drafts(backends),
     }
 
 
 def _drafts(backends: dict[str, Ops]) -> str:
-    head, *rows = draft_table.table(FAMILIES | ON_STAND_IN, {"NumPy": backends["numpy"], "MLX": backends["mlx"]})
+    head, *rows = draft_table.table(FAMILIES, {"NumPy": backends["numpy"], "MLX": backends["mlx"]})
     return "\n".join(_row(*cells) for cells in (head, ["---"] * len(head), *rows))
 
 
-def _models(backends: dict[str, Ops], families: dict[str, tuple[str, ...]], cuda_tested: str) -> str:
+def _models(backends: dict[str, Ops]) -> str:
     lines = [_row("model", *COLUMNS), _row(*["---"] * (1 + len(COLUMNS)))]
     mlx, numpy = backends["mlx"], backends["numpy"]
-    for family, names in families.items():
+    for family, names in FAMILIES.items():
         met = "works" if _on_a_mac() else COLUMNS["MLX and Metal"]
-        cuda = ", ".join([cuda_tested, *(f"{NO_GPU_RUN[n]} stand-in-tested" for n in names if n in NO_GPU_RUN)])
-        cells = cuda, met if _works(names, mlx) else "no", COLUMNS["NumPy"] if _works(names, numpy) else "no"
-        lines.append(_row(family, *cells))
+        cells = met if _works(names, mlx) else "no", COLUMNS["NumPy"] if _works(names, numpy) else "no"
+        lines.append(_row(family, COLUMNS["CUDA"], *cells))
     return "\n".join(lines)
 
 
