@@ -26,6 +26,7 @@ from common.models.glm import write_past as write_past
 from common.ops import Rope
 
 MSCALES = ("mscale", "mscale_all_dim")  # of YaRN: factors of the rope's magnitude, the second also of the scores'
+LATENT_EPS = 1e-6  # of the norms of latents in the models' own code, whatever rms_norm_eps is
 GROUPS = {"deepseek_v2": 1, "deepseek_v3": 8}  # of experts, where config.json states none
 
 
@@ -53,6 +54,7 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
         score_factor=score_factor,
         sigmoid=sigmoid,
         eps=keys.positive("rms_norm_eps", 1e-6),
+        latent_eps=LATENT_EPS,
     )
 
 

@@ -73,6 +73,7 @@ class Config:
     ffn: int
     experts: Experts
     eps: float
+    latent_eps: float  # of the norms of latents
     context: int
     tied: bool
     score_factor: float = 1.0  # YaRN's, on scores that are divided by the root of N + P
@@ -126,12 +127,14 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     leading = kinds.index("sparse") if "sparse" in kinds else keys.read("first_k_dense_replace", int, 1)
     if kinds and kinds != ["dense"] * leading + ["sparse"] * (layers - leading):
         raise BimetalError(f"{keys.where}: mlp_layer_types must be dense, then sparse, for {layers} layers")
+    eps = keys.positive("rms_norm_eps", 1e-5)
     return Config(
         **fields,
         dense_layers=leading,
         q_latent=keys.size("q_lora_rank"),
         rope=hf_rope(keys, fields["rope_dim"], 1e6),
-        eps=keys.positive("rms_norm_eps", 1e-5),  # also of latent norms, for which transformers uses 1e-6
+        eps=eps,
+        latent_eps=eps,  # as mlx-lm and llama.cpp; transformers uses 1e-6
     )
 
 
@@ -210,6 +213,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
             keys.positive("expert_weights_scale"),
         ),
         eps=keys.positive("attention.layer_norm_rms_epsilon"),
+        latent_eps=keys.positive("attention.layer_norm_rms_epsilon"),
         context=keys.size("context_length"),
         tied="output.weight" not in checkpoint.tensors,
         score_factor=score_factor,
@@ -414,10 +418,10 @@ def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, expand: bool,
     """Compute multi-head latent attention in either form, for this rank's heads of x (T, hidden): (T, hidden)."""
     T, H, R, N, P, V = x.shape[0], c.heads, c.latent, c.nope_dim, c.rope_dim, c.value_dim
     down, end = linear(ops, x, w.down_qkv), c.q_latent
-    of_queries = ops.rms_norm(down[:, :end], w.q_norm, c.eps) if c.q_latent else x
+    of_queries = ops.rms_norm(down[:, :end], w.q_norm, c.latent_eps) if c.q_latent else x
     q = linear(ops, of_queries, w.q_up).reshape(T, H, N + P)
     q_nope, q_rope = q[:, :, :N], ops.rope(q[:, :, N:], step.positions, c.rope)
-    latent = ops.rms_norm(down[:, end : end + R], w.kv_norm, c.eps)
+    latent = ops.rms_norm(down[:, end : end + R], w.kv_norm, c.latent_eps)
     k_rope = ops.rope(down[:, end + R :].reshape(T, 1, P), step.positions, c.rope).reshape(T, P)
     scale = c.score_factor * (N + P) ** -0.5
     if expand:

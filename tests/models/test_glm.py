@@ -1,6 +1,7 @@
 """GLM-4.7-Flash beyond the goldens of test_golden.py: both forms of attention, names, planted mistakes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -554,3 +555,18 @@ def test_llama_cpp_with_mtp(ops, tmp_path):
     path = write_gguf(FOLDER, tmp_path / "m.gguf", change=add_mtp)
     ids = tiny.golden("glm")["ids"][:64]
     assert_near(tiny.logits_of(load_model(path, ops), ids), llama_cpp_logits(path, ids), f"{ops.name} to llama.cpp")
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["deepseek2", "deepseek3"])
+def test_latents_have_an_epsilon_of_their_own(name):
+    """As in transformers, whose models read rms_norm_eps for the other norms alone."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    source, ids = tiny.checkpoint(name), tiny.golden(name)["ids"][:64].astype(np.int64)
+    eps = {"rms_norm_eps": 0.01}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tiny.FOLDER / name, dtype=torch.float32, **eps)
+    with torch.no_grad():
+        expected = theirs.eval()(torch.tensor(ids[None])).logits[0].numpy()
+    found = tiny.logits_of(load_model(replace(source, config=source.config | eps), NumpyOps()), ids)
+    assert np.abs(found - expected).max() < 1e-4
