@@ -19,8 +19,8 @@ from common.quants import PLAIN, dequantize
 from common.safetensors import read_json, read_safetensors
 from common.tensors import Tensor
 
-HF_LAYER = re.compile(r"(?:\w+\.)*?layers\.(\d+)\.(.+)", re.ASCII)
-GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)", re.ASCII)
+HF_LAYER = re.compile(r"(?:(?:model|language_model)\.)*layers\.(\d{1,6})\.(.+)", re.ASCII)  # not of vision towers
+GGUF_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)", re.ASCII)
 
 UNSUPPORTED = (  # keys of PEFT's configuration
     *("modules_to_save", "target_parameters", "trainable_token_indices", "alora_invocation_tokens"),
@@ -94,7 +94,7 @@ def _open_peft(folder: Path, keys: Keys, scale: float) -> Adapter:
         if len(down) != expected:
             raise BimetalError(f"{folder / PEFT}: {module} has rank {len(down)}; {CONFIG} says {expected:g}")
         factor = numerator / (expected**0.5 if is_rooted else expected)
-        changes[_place_of(name + ".weight")] = Change(down, up * np.float32(scale * factor))
+        _put(changes, module, _place_of(name + ".weight"), Change(down, up * np.float32(scale * factor)))
     return Adapter(folder, "hf", changes, scale)
 
 
@@ -120,7 +120,7 @@ def _open_mlx(folder: Path, keys: Keys, scale: float) -> Adapter:
     changes: dict[Place, Change] = {}
     for module, (down, up) in _pairs(folder / MLX_LM, ".lora_a", ".lora_b"):
         up = np.ascontiguousarray(up.T) * np.float32(scale * factor)
-        changes[_place_of(module + ".weight")] = Change(np.ascontiguousarray(down.T), up)
+        _put(changes, module, _place_of(module + ".weight"), Change(np.ascontiguousarray(down.T), up))
     return Adapter(folder, "hf", changes, scale)
 
 
@@ -168,6 +168,13 @@ def _factor(where: str, tensor: Tensor) -> np.ndarray:
     if not np.isfinite(values).all():
         raise BimetalError(f"{where}: {tensor.name} is not finite")
     return values
+
+
+def _put(changes: dict[Place, Change], module: str, place: Place, change: Change) -> None:
+    """Add a change; refuses a second one of a place, which another prefix may name."""
+    if place in changes:
+        raise BimetalError(f"adapter module {shown(module)} changes the same weight as another one")
+    changes[place] = change
 
 
 def _place_of(name: str) -> Place:

@@ -411,6 +411,10 @@ def test_refused_tensors(change, words, adapter):
             "changes 'self_attn.k_proj.weight' by (64, 4) times (4, 32); the model's is",
         ),
         ("model.layers.9.self_attn.q_proj", "changes 'self_attn.q_proj.weight' of layer 9, which this model lacks"),
+        (
+            "vision_tower.layers.0.self_attn.q_proj",
+            "changes 'vision_tower.layers.0.self_attn.q_proj.weight', which this",
+        ),
         ("lm_head", "changes 'lm_head.weight', which this model lacks or cannot change; not changed are embeddings"),
     ],
 )
@@ -422,6 +426,15 @@ def test_changes_that_the_model_cannot_take(name, words, adapter):
     checkpoint = adapted(tiny.checkpoint("llama"), changed(adapter, move))
     with pytest.raises(BimetalError, match=re.escape(words)):
         load_model(checkpoint, NumpyOps())
+
+
+def test_two_names_of_one_weight(adapter):
+    def copy(tensors):
+        for half in "AB":
+            tensors[f"base_model.model.layers.0.self_attn.q_proj.lora_{half}.weight"] = tensors[f"{Q}{half}.weight"]
+
+    with pytest.raises(BimetalError, match="changes the same weight as another one"):
+        open_adapter(changed(adapter, copy))
 
 
 def test_no_adapter(tmp_path):
