@@ -1,7 +1,7 @@
 """Parts that model files share: rope settings, dense FFN, experts and their router, the loop over layers, head."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,8 +17,10 @@ from common.quants import dequantize
 from common.shards import ONE, Ranks, Shard, by_columns, by_expert_rows, by_rows
 from common.step import State, Step
 from common.tensors import Tensor, same_axes
-from common.weights import ExpertMatrix, Matrix, Names, Stored, Table, Vector, exchanged
+from common.weights import ExpertMatrix, Fix, Matrix, Names, Stored, Table, Vector, exchanged
 
+Fixes = Mapping[str, Fix]  # by dialect
+NO_FIX: Fixes = {}
 RowFn = Callable[[Array], Array]  # of x (T, hidden)
 
 
@@ -192,7 +194,20 @@ def _first(tensor: Names, *names: str) -> str:
     return next((name for name in names if tensor.has(name)), names[0])
 
 
-def head_weight(c: Any, embed: Stored, head: Stored) -> Matrix | None:
+def top_weights(c: Any, tensor: Names, base: str = "model.", head: Names | None = None, fix: Fixes = NO_FIX) -> Table:
+    """List the embedding, the last norm and the head of a model of configuration `c`.
+
+    base  prefix of the first two names in folders
+    head  names of the tensor of the head; None: `tensor`
+    fix   of the norm, by dialect
+    """
+    embed = tensor(base + "embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
+    own = (head or tensor)("lm_head.weight", "output.weight", (c.vocab, c.hidden))
+    norm = Vector(tensor(base + "norm.weight", "output_norm.weight", (c.hidden,), fix))
+    return {"embed": Matrix(embed), "norm": norm, "head": _head_weight(c, embed, own)}
+
+
+def _head_weight(c: Any, embed: Stored, head: Stored) -> Matrix | None:
     """Describe this rank's rows of the head of a model of configuration `c`; None if the whole embedding is the head.
 
     embed, head  places in the files of the embedding, and of a head that is not tied to it

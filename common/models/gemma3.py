@@ -19,10 +19,10 @@ from common.models.blocks import (
     ffn_weights,
     gguf_rope,
     gguf_sliding,
-    head_weight,
     hf_rope,
     hf_sliding,
     through,
+    top_weights,
 )
 from common.ops import Array, Ops, Rope
 from common.quantize import rounded
@@ -169,12 +169,7 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     dialect, prefix = ("gguf", "") if checkpoint.format == "gguf" else ("hf", _prefix(checkpoint))
     tensor = Names(dialect, prefix, checkpoint.tensors)
     head_at = Names(dialect, "language_model." if prefix.startswith("language_model.") else "", checkpoint.tensors)
-    embed = tensor("embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
-    top: Table = {
-        "embed": Matrix(embed),
-        "norm": Vector(tensor("norm.weight", "output_norm.weight", (c.hidden,), NORM_FIX)),
-        "head": head_weight(c, embed, head_at("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
-    }
+    top = top_weights(c, tensor, "", head_at, NORM_FIX)
     names = [f"blk.{i}." if dialect == "gguf" else f"{prefix}layers.{i}." for i in range(len(c.is_sliding))]
     return Layout(top, [_layer_weights(c, Names(dialect, name, checkpoint.tensors)) for name in names], _ignored)
 

@@ -24,7 +24,6 @@ from common.models.blocks import (
     check_sizes,
     ffn_weights,
     gguf_rope,
-    head_weight,
     hf_rope,
     probability_moe,
     probability_moe_weights,
@@ -32,6 +31,7 @@ from common.models.blocks import (
     sigmoid_moe_weights,
     swiglu_ffn,
     through,
+    top_weights,
     yarn_magnitude,
 )
 from common.ops import Array, LatentWeights, Ops, Rope
@@ -261,12 +261,7 @@ def dense_first_layout(
     """
     dialect = "gguf" if checkpoint.format == "gguf" else "hf"
     tensor = Names(dialect, "", checkpoint.tensors)
-    embed = tensor("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
-    top: Table = {
-        "embed": Matrix(embed),
-        "norm": Vector(tensor("model.norm.weight", "output_norm.weight", (c.hidden,))),
-        "head": head_weight(c, embed, tensor("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
-    }
+    top = top_weights(c, tensor)
     prefix = "blk." if dialect == "gguf" else "model.layers."
     layers = []
     for i in range(c.layers):

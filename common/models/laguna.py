@@ -18,12 +18,12 @@ from common.models.blocks import (
     check_sizes,
     ffn_weights,
     gguf_rope,
-    head_weight,
     hf_rope,
     sigmoid_moe,
     sigmoid_moe_weights,
     swiglu_ffn,
     through,
+    top_weights,
 )
 from common.ops import Array, Ops, Rope
 from common.shards import ONE, Ranks, by_columns, by_rows
@@ -243,12 +243,7 @@ def _gate_per_channel(checkpoint: Checkpoint, name: str, heads: int, head_dim: i
 def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     dialect, prefix = ("gguf", "") if checkpoint.format == "gguf" else ("hf", _prefix(checkpoint))
     tensor = Names(dialect, prefix, checkpoint.tensors)
-    embed = tensor("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
-    top: Table = {
-        "embed": Matrix(embed),
-        "norm": Vector(tensor("model.norm.weight", "output_norm.weight", (c.hidden,))),
-        "head": head_weight(c, embed, tensor("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
-    }
+    top = top_weights(c, tensor)
     layers = []
     for i, heads in enumerate(c.heads):
         tensor = Names(dialect, f"blk.{i}." if dialect == "gguf" else f"{prefix}model.layers.{i}.", checkpoint.tensors)

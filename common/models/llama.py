@@ -24,12 +24,12 @@ from common.models.blocks import (
     ffn_weights,
     gguf_rope,
     head_sizes,
-    head_weight,
     hf_rope,
     routed_weights,
     softmax_moe,
     swiglu_ffn,
     through,
+    top_weights,
 )
 from common.ops import Array, Ops, Rope
 from common.shards import ONE, Ranks, by_columns, by_rows
@@ -242,13 +242,7 @@ def layout(c: Config, checkpoint: Checkpoint, moe_weights: Callable[..., Table] 
     """Describe the weights; moe_weights lists those of a layer's experts and their router."""
     dialect = "gguf" if checkpoint.format == "gguf" else "hf"
     base, head = _prefixes(checkpoint)
-    tensor = Names(dialect, "", checkpoint.tensors)
-    embed = tensor(base + "embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
-    top: Table = {
-        "embed": Matrix(embed),
-        "norm": Vector(tensor(base + "norm.weight", "output_norm.weight", (c.hidden,))),
-        "head": head_weight(c, embed, tensor(head + "lm_head.weight", "output.weight", (c.vocab, c.hidden))),
-    }
+    top = top_weights(c, Names(dialect, "", checkpoint.tensors), base, Names(dialect, head, checkpoint.tensors))
     prefix = "blk.{}." if dialect == "gguf" else base + "layers.{}."
     names = [Names(dialect, prefix.format(i), checkpoint.tensors) for i in range(c.layers)]
     return Layout(top, [_layer_weights(c, tensor, moe_weights) for tensor in names], _ignored)

@@ -17,11 +17,11 @@ from common.models.blocks import (
     gguf_rope,
     gguf_sliding,
     head_sizes,
-    head_weight,
     hf_rope,
     hf_sliding,
     swiglu_ffn,
     through,
+    top_weights,
 )
 from common.ops import Array, Ops, Rope
 from common.shards import ONE, Ranks, by_columns, by_rows
@@ -140,12 +140,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
 def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     dialect = "gguf" if checkpoint.format == "gguf" else "hf"
     tensor = Names(dialect, "", checkpoint.tensors)
-    embed = tensor("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
-    top: Table = {
-        "embed": Matrix(embed),
-        "norm": Vector(tensor("model.norm.weight", "output_norm.weight", (c.hidden,))),
-        "head": head_weight(c, embed, tensor("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
-    }
+    top = top_weights(c, tensor)
     prefix = "blk.{}." if dialect == "gguf" else "model.layers.{}."
     names = [Names(dialect, prefix.format(i), checkpoint.tensors) for i in range(len(c.is_sliding))]
     return Layout(top, [_layer_weights(c, tensor) for tensor in names], lambda name: None)

@@ -13,7 +13,7 @@ from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
 from common.models import llama
-from common.models.blocks import gguf_rope, head_sizes, head_weight, hf_rope
+from common.models.blocks import gguf_rope, head_sizes, hf_rope, top_weights
 from common.ops import Rope
 from common.quants import dequantize
 from common.shards import by_columns, by_rows
@@ -159,12 +159,7 @@ def _magnitude(factor: float, original: int) -> float:
 def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     dialect = "gguf" if checkpoint.format == "gguf" else "hf"
     tensor = Names(dialect, "", checkpoint.tensors)
-    embed = tensor("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
-    top: Table = {
-        "embed": Matrix(embed),
-        "norm": Vector(tensor("model.norm.weight", "output_norm.weight", (c.hidden,))),
-        "head": head_weight(c, embed, tensor("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
-    }
+    top = top_weights(c, tensor)
     prefix = "blk.{}." if dialect == "gguf" else "model.layers.{}."
     names = [Names(dialect, prefix.format(i), checkpoint.tensors) for i in range(c.layers)]
     return Layout(top, [_layer_weights(c, each) for each in names], _ignored)

@@ -17,11 +17,11 @@ from common.models.blocks import (
     MtpNames,
     RowFn,
     ffn_weights,
-    head_weight,
     routed_weights,
     shared_weights,
     swiglu_ffn,
     through,
+    top_weights,
 )
 from common.models.qwen3_next import delta_weights as grouped_delta_weights
 from common.models.qwen35_config import Config
@@ -54,12 +54,7 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     dialect, prefix = _dialect(checkpoint)
     top_at = Names(dialect, prefix, checkpoint.tensors)
     head_at = Names(dialect, "language_model." if prefix.startswith("language_model.") else "", checkpoint.tensors)
-    embed = top_at("embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
-    top: Table = {
-        "embed": Matrix(embed),
-        "norm": Vector(top_at("norm.weight", "output_norm.weight", (c.hidden,), NORM_FIX)),
-        "head": head_weight(c, embed, head_at("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
-    }
+    top = top_weights(c, top_at, "", head_at, NORM_FIX)
     layers = []
     for i, is_attention in enumerate(c.is_attention):
         tensor = Names(dialect, f"blk.{i}." if dialect == "gguf" else f"{prefix}layers.{i}.", checkpoint.tensors)
