@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError
 from common.ops import Ops
-from common.quants import PLAIN, check_scales, dequantize
+from common.quants import BLOCKS, PLAIN, check_scales, dequantize
 from common.shards import Shard, take_columns
 from common.tensors import Tensor, same_axes, stack
 
@@ -218,12 +218,19 @@ def account(checkpoint: Checkpoint, layout: Layout) -> None:
 def misfits(checkpoint: Checkpoint, layout: Layout) -> Misfits:
     """List the mismatches between checkpoint and layout, by the headers alone."""
     used = layout.names()
-    unused = (name for name in checkpoint.tensors if name not in used and layout.ignored(name) is None)
+    unknown = (name for name in checkpoint.tensors if name not in used and layout.ignored(name) is None)
+    unused = (name for name in unknown if not _adds_nothing(checkpoint.tensors[name]))
     weights = [stored for entry in layout.entries() for stored in entry.parts]
     misshapen = (_misshapen(checkpoint, stored) for stored in weights if checkpoint.tensors.keys() >= set(stored.names))
     return Misfits(
         sorted(used - checkpoint.tensors.keys()), sorted(unused), list(dict.fromkeys(filter(None, misshapen)))
     )
+
+
+def _adds_nothing(tensor: Tensor) -> bool:
+    """Test whether a tensor is a bias of zeros, which AutoGPTQ writes for matrices whose model has no bias."""
+    is_bias = tensor.name.endswith(".bias") and len(tensor.shape) == 1 and tensor.type in ("F32", "F16", "BF16")
+    return is_bias and not dequantize(tensor).any()
 
 
 def _misshapen(checkpoint: Checkpoint, stored: Stored) -> str | None:
@@ -352,8 +359,8 @@ def column_groups(index: np.ndarray, width: int) -> Fix:
     def fix(tensor: Tensor) -> Tensor:
         if tensor.shape[-1] != width * len(index):
             raise ValueError("columns")
-        if tensor.scales is None and tensor.type not in ("F32", "F16", "BF16"):
-            raise BimetalError(f"{tensor.name}: the columns of {tensor.type} blocks cannot be reordered")
+        if tensor.scales is None and width % (unit := BLOCKS[tensor.type].elements):
+            raise BimetalError(f"{tensor.name}: {tensor.type} blocks of {unit} straddle heads of {width} columns")
         if tensor.scales is not None and width % tensor.group_size:
             raise BimetalError(f"{tensor.name}: groups of {tensor.group_size} straddle heads of {width} columns")
         if tensor.scales is None:

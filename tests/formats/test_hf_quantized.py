@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+from safetensors.numpy import load_file, save_file
 
 from common.checkpoint import open_checkpoint
 from common.errors import BimetalError
@@ -16,6 +17,7 @@ from common.quants import BLOCKS, dequantize
 from common.reference import NumpyOps
 from common.safetensors import fold_quantized
 from common.tensors import Tensor, release
+from common.weights import column_groups
 from generate.__main__ import main
 
 with np.load(Path(__file__).parents[1] / "data" / "hf_quantized.npz") as file:
@@ -90,6 +92,18 @@ def test_headers_alone(case):
     assert (tensor.type, tensor.shape, tensor.nbytes) == (whole.type, whole.shape, whole.nbytes)
 
 
+@pytest.mark.parametrize("case", ["gptq", "awq", "fp8-tensor"])
+def test_heads_of_columns_in_another_order(case):
+    """As Qwen3.5's output projection takes them: blocks move as a whole, and heads that divide a block are refused."""
+    (tensor,) = fold_other(tensors_of(case), config_of(case)).values()
+    heads = tensor.shape[1] // 32
+    index = np.random.default_rng(0).permutation(heads)
+    expected = dequantize(tensor).reshape(-1, heads, 32)[:, index].reshape(tensor.shape)
+    assert np.array_equal(dequantize(column_groups(index, 32)(tensor.read())), expected)
+    with pytest.raises(BimetalError, match=f"{tensor.type} blocks of 32 straddle heads of 16 columns"):
+        column_groups(np.arange(2 * heads), 16)(tensor.read())
+
+
 # -- a whole model -----------------------------------------------------------------------------------------------------
 
 
@@ -151,6 +165,19 @@ def test_model_on_cuda(tmp_path):
     assert tiny.errors(found, logits_of(plain, NumpyOps())).kl < 5e-3  # activations are rounded to 8 bits
 
 
+def test_biases_of_zeros(tmp_path):
+    """AutoGPTQ writes them for matrices that have none; any other number is refused."""
+    quantized, _ = awq_model(tmp_path)
+    expected, name = logits_of(quantized, NumpyOps()), "model.layers.0.self_attn.o_proj.bias"
+    tensors = load_file(quantized / "model.safetensors") | {name: np.zeros(32, np.float16)}
+    save_file(tensors, quantized / "model.safetensors")
+    assert np.array_equal(logits_of(quantized, NumpyOps()), expected)
+    tensors[name][3] = 1
+    save_file(tensors, quantized / "model.safetensors")
+    with pytest.raises(BimetalError, match=r"o_proj\.bias, which this architecture does not use"):
+        logits_of(quantized, NumpyOps())
+
+
 def test_written_as_gguf(tmp_path, capsys):
     """A GGUF file keeps the blocks, without a second rounding; an MLX folder cannot."""
     quantized, _ = awq_model(tmp_path)
@@ -168,8 +195,6 @@ AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 3
 
 
 def write(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
-    from safetensors.numpy import save_file
-
     folder.mkdir()
     save_file({name: np.ascontiguousarray(values) for name, values in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
