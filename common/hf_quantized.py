@@ -141,11 +141,11 @@ def _gptq(table: Mapping[str, Any], module: str, tensors: Mapping[str, Tensor]) 
         codes = _words(stored_zeros)[..., None] >> np.arange(0, 32, bits, dtype=np.uint32) & ((1 << bits) - 1)
         return codes.reshape(groups, rows).T.astype(np.float32) + offset
 
-    matrix = Codes(
-        rows, columns, bits, groups, read, lambda: _matrix(scales).T, None if table.get("sym", True) is True else zeros
-    )
+    matrix = Codes(rows, columns, bits, groups, read, lambda: _matrix(scales).T)
     if table.get("sym", True) is True:
         matrix = matrix._replace(read=partial(_checked, module, matrix, zeros))
+    else:
+        matrix = matrix._replace(zeros=zeros)
     return _tensor(module, matrix, (packed, scales, stored_zeros))
 
 

@@ -216,7 +216,7 @@ def account(checkpoint: Checkpoint, layout: Layout) -> None:
 
 
 def misfits(checkpoint: Checkpoint, layout: Layout) -> Misfits:
-    """List the mismatches between checkpoint and layout, by the headers alone."""
+    """List the mismatches between checkpoint and layout, by the headers; of an unknown bias also by its values."""
     used = layout.names()
     unknown = (name for name in checkpoint.tensors if name not in used and layout.ignored(name) is None)
     unused = (name for name in unknown if not _adds_nothing(checkpoint.tensors[name]))

@@ -16,6 +16,7 @@ from common.ops import Array, ExpertWeights, Ops, Rope
 from common.quants import dequantize
 from common.shards import ONE, Ranks, Shard, by_columns, by_expert_rows, by_rows
 from common.step import State, Step
+from common.storage import KVSpec, LayerSpec
 from common.tensors import Tensor, same_axes
 from common.weights import ExpertMatrix, Fix, Matrix, Names, Stored, Table, Vector, exchanged
 
@@ -264,6 +265,20 @@ def head_product(ops: Ops, c: Any, w: Any, x: Array) -> Array:
 
 
 KINDS = ("full_attention", "sliding_attention")  # of layers, as config.json names them
+
+
+def head_shares(c: Any, ranks: Ranks) -> dict[str, Any]:
+    """Return what one rank changes in a configuration: heads, kv_heads, and the ranks that share each."""
+    kv_ranks = ranks.holding(c.kv_heads, "KV heads")
+    heads = ranks.divide(c.heads, "heads")
+    return {"heads": heads, "kv_heads": c.kv_heads // kv_ranks.size, "ranks": ranks, "kv_ranks": kv_ranks}
+
+
+def sliding_spec(c: Any) -> list[LayerSpec]:
+    """List what each layer stores: keys and values of all tokens, or of a window where `is_sliding` is true."""
+    full: LayerSpec = {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}
+    sliding: LayerSpec = {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim, c.window)}
+    return [sliding if slides else full for slides in c.is_sliding]
 
 
 def hf_sliding(keys: Keys, layers: int, period: int) -> tuple[bool, ...]:

@@ -19,8 +19,10 @@ from common.models.blocks import (
     ffn_weights,
     gguf_rope,
     gguf_sliding,
+    head_shares,
     hf_rope,
     hf_sliding,
+    sliding_spec,
     through,
     top_weights,
 )
@@ -28,7 +30,7 @@ from common.ops import Array, Ops, Rope
 from common.quantize import rounded
 from common.shards import ONE, Ranks, by_columns, by_rows
 from common.step import State, Step
-from common.storage import KVSpec, LayerSpec
+from common.storage import LayerSpec
 from common.weights import Layout, Matrix, Names, Table, Vector, mapped
 
 EXCEEDS_FLOAT16 = True  # the residual stream exceeds float16's maximum of 65504
@@ -71,15 +73,7 @@ def read_config(checkpoint: Checkpoint) -> Config:
 
 def for_rank(c: Config, ranks: Ranks) -> Config:
     """Return the configuration of one rank: its heads and its channels of the feed-forward network."""
-    kv_ranks = ranks.holding(c.kv_heads, "KV heads")
-    return replace(
-        c,
-        heads=ranks.divide(c.heads, "heads"),
-        kv_heads=c.kv_heads // kv_ranks.size,
-        ffn=ranks.divide(c.ffn, "channels of the feed-forward network"),
-        ranks=ranks,
-        kv_ranks=kv_ranks,
-    )
+    return replace(c, **head_shares(c, ranks), ffn=ranks.divide(c.ffn, "channels of the feed-forward network"))
 
 
 def _hf_config(checkpoint: Checkpoint) -> Config:
@@ -215,9 +209,7 @@ def _ignored(name: str) -> str | None:
 
 
 def state_spec(c: Config) -> list[LayerSpec]:
-    full = {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}
-    sliding = {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim, c.window)}
-    return [sliding if slides else full for slides in c.is_sliding]
+    return sliding_spec(c)
 
 
 def forward(

@@ -15,6 +15,7 @@ from common.models.blocks import (
     Experts,
     RowFn,
     gguf_rope,
+    head_shares,
     head_sizes,
     hf_rope,
     sigmoid_moe_weights,
@@ -66,15 +67,11 @@ def read_config(checkpoint: Checkpoint) -> Config:
 
 def for_rank(c: Config, ranks: Ranks) -> Config:
     """Return the configuration of one rank: its heads, and its channels of each feed-forward network."""
-    kv_ranks = ranks.holding(c.kv_heads, "KV heads")
     return replace(
         c,
-        heads=ranks.divide(c.heads, "heads"),
-        kv_heads=c.kv_heads // kv_ranks.size,
+        **head_shares(c, ranks),
         ffn=ranks.divide(c.ffn, "channels of the feed-forward network"),
         experts=c.experts.for_rank(ranks),
-        ranks=ranks,
-        kv_ranks=kv_ranks,
     )
 
 

@@ -14,12 +14,23 @@ import numpy as np
 from common.adapted import linear
 from common.checkpoint import Checkpoint
 from common.config import Keys
-from common.models.blocks import Experts, gguf_rope, gguf_sliding, head_sizes, hf_rope, hf_sliding, through, top_weights
+from common.models.blocks import (
+    Experts,
+    gguf_rope,
+    gguf_sliding,
+    head_shares,
+    head_sizes,
+    hf_rope,
+    hf_sliding,
+    sliding_spec,
+    through,
+    top_weights,
+)
 from common.models.llama import attention_weights, queries_keys_values
 from common.ops import Array, ExpertBiases, ExpertWeights, Ops, Rope
 from common.shards import ONE, Ranks, by_columns, by_expert_rows, by_rows
 from common.step import State, Step
-from common.storage import KVSpec, LayerSpec
+from common.storage import LayerSpec
 from common.tensors import Tensor
 from common.weights import ExpertMatrix, Fix, Layout, Matrix, Names, Stored, Table, Vector, composed, exchanged, mapped
 
@@ -60,15 +71,7 @@ def read_config(checkpoint: Checkpoint) -> Config:
 
 def for_rank(c: Config, ranks: Ranks) -> Config:
     """Return the configuration of one rank: its heads, and its channels of each expert."""
-    kv_ranks = ranks.holding(c.kv_heads, "KV heads")
-    return replace(
-        c,
-        heads=ranks.divide(c.heads, "heads"),
-        kv_heads=c.kv_heads // kv_ranks.size,
-        experts=c.experts.for_rank(ranks),
-        ranks=ranks,
-        kv_ranks=kv_ranks,
-    )
+    return replace(c, **head_shares(c, ranks), experts=c.experts.for_rank(ranks))
 
 
 def _hf_config(checkpoint: Checkpoint) -> Config:
@@ -227,9 +230,7 @@ def _every_second(first: int) -> Callable[[Tensor], Tensor]:
 
 
 def state_spec(c: Config) -> list[LayerSpec]:
-    full = {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}
-    sliding = {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim, c.window)}
-    return [sliding if slides else full for slides in c.is_sliding]
+    return sliding_spec(c)
 
 
 def forward(

@@ -21,6 +21,7 @@ from common.models.blocks import (
     hf_rope,
     sigmoid_moe,
     sigmoid_moe_weights,
+    sliding_spec,
     swiglu_ffn,
     through,
     top_weights,
@@ -28,7 +29,7 @@ from common.models.blocks import (
 from common.ops import Array, Ops, Rope
 from common.shards import ONE, Ranks, by_columns, by_rows
 from common.step import State, Step
-from common.storage import KVSpec, LayerSpec
+from common.storage import LayerSpec
 from common.weights import Layout, Matrix, Names, Table, Vector
 
 EXCEEDS_FLOAT16 = True  # products inside the experts exceed float16's maximum of 65504
@@ -283,9 +284,7 @@ def _attention_weights(c: Config, tensor: Names, heads: int) -> Table:
 
 
 def state_spec(c: Config) -> list[LayerSpec]:
-    full = {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}
-    sliding = {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim, c.window)}
-    return [sliding if slides else full for slides in c.is_sliding]
+    return sliding_spec(c)
 
 
 def forward(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
-from common.models.blocks import Experts, check_sizes, gguf_rope, hf_rope
+from common.models.blocks import Experts, check_sizes, gguf_rope, head_shares, hf_rope
 from common.ops import Rope
 from common.shards import ONE, Ranks
 
@@ -43,18 +43,14 @@ def read_config(checkpoint: Checkpoint) -> Config:
 
 def for_rank(c: Config, ranks: Ranks) -> Config:
     """Return the configuration of one rank: its heads (for Gated DeltaNet, key heads and theirs) and its channels."""
-    kv_ranks = ranks.holding(c.kv_heads, "KV heads")
     key_heads = ranks.divide(c.key_heads, "key heads of Gated DeltaNet")
     return replace(
         c,
-        heads=ranks.divide(c.heads, "heads"),
-        kv_heads=c.kv_heads // kv_ranks.size,
+        **head_shares(c, ranks),
         key_heads=key_heads,
         value_heads=c.value_heads // ranks.size,
         ffn=ranks.divide(c.ffn, "channels of the feed-forward network"),
         experts=c.experts and c.experts.for_rank(ranks),
-        ranks=ranks,
-        kv_ranks=kv_ranks,
     )
 
 
