@@ -30,7 +30,8 @@ def snapshot_bytes(spec: Sequence[LayerSpec], tokens: int) -> int:
 
 def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
     """Predict the peak bytes of arena and uploader while a prompt of `tokens` tokens is read in steps of `rows`."""
-    # EXPAND numbers of two bytes for matrices that prefill expands: more than sampling.WORKSPACE, which reuses them
+    # EXPAND numbers of two bytes for matrices that prefill expands, the head among them where all rows give logits;
+    # sampling.WORKSPACE is less, and reuses them
     half = max(_layer_bytes(layer, tokens, min(rows, tokens)) for layer in layers)
     return int(2 * SLACK * half) + CHUNKS * Arena.CHUNK + 2 * EXPAND + UPLOAD
 

@@ -70,7 +70,8 @@ def test_work(name, rows, cache, ops):
     model.forward(model.new_state(rows), Step.chain(np.zeros(rows, np.int32), 0), slice(rows - 1, rows))
     predicted, taken = work_bytes(layer_sizes(model), rows, rows), ops.context.arena.nbytes + UPLOAD
     print(f"{name}, {rows} rows, {ops.context.card.name}: {predicted / 1e9:.2f} GB, taken {taken / 1e9:.2f}")
-    assert taken <= predicted <= max(1.4 * taken, taken + 4 * EXPAND)  # small models have smaller matrices to expand
+    # layers of small models have smaller matrices to expand than the head, which one row does not expand
+    assert taken <= predicted <= max(1.4 * taken, taken + 4 * EXPAND)
 
 
 @pytest.mark.parametrize("cache", ["", "lm4"])
